@@ -1,0 +1,3 @@
+from .complexity import count_macs
+
+__all__ = ['count_macs']

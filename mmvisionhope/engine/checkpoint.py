@@ -1,0 +1,138 @@
+"""Reading checkpoints: only ever with ``weights_only``, and never silently in part."""
+
+from __future__ import annotations
+
+import os.path as osp
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer, print_log
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import Tensor, nn
+
+
+def _safe_globals() -> list:
+    """What checkpoints of mmengine's runner hold besides tensors: log buffers, numpy values."""
+    multiarray = np._core.multiarray if hasattr(np, '_core') else np.core.multiarray
+    dtypes = [np.float64, np.float32, np.int64, np.int32, np.uint32, np.bool_]
+    return [
+        HistoryBuffer,
+        multiarray._reconstruct,
+        multiarray.scalar,
+        np.ndarray,
+        np.dtype,
+        *(type(np.dtype(dtype)) for dtype in dtypes),
+        # Log buffers name their statistics as getattr(HistoryBuffer, 'mean'); what getattr returns
+        # still cannot be called unless it is in this list.
+        getattr,
+    ]
+
+
+def load_checkpoint_file(filename: str, map_location: str | Callable | None = 'cpu') -> dict:
+    """Read a checkpoint file or URL without executing anything in it.
+
+    Args:
+        filename: a local path, or an ``http(s)://`` address, which is downloaded once.
+        map_location: as for ``torch.load``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or holds more than weights and mmengine's log buffers.
+    """
+    filename = osp.expanduser(filename)
+    url = filename.startswith(('http://', 'https://'))
+    if not url and not osp.isfile(filename):
+        raise FileNotFoundError(f'checkpoint {filename} does not exist')
+    with torch.serialization.safe_globals(_safe_globals()):
+        try:
+            if url:
+                return torch.hub.load_state_dict_from_url(
+                    filename, map_location=map_location, weights_only=True
+                )
+            return torch.load(filename, map_location=map_location, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            reason = str(error).split('\n')[0]
+            raise ValueError(
+                f'checkpoint {filename} cannot be read as plain weights ({reason}): it is damaged, '
+                'or it holds Python objects, which are not loaded because unpickling them would '
+                "run code; if you trust it, save its weights anew as {'state_dict': ...}"
+            ) from error
+
+
+def register_safe_loader() -> None:
+    """Make mmengine's runner read local checkpoints with :func:`load_checkpoint_file`."""
+    CheckpointLoader.register_scheme(
+        prefixes='',
+        loader=lambda filename, map_location: load_checkpoint_file(filename, map_location),
+        force=True,
+    )
+
+
+def state_dict_of(checkpoint: Mapping, filename: str) -> dict[str, Tensor]:
+    """The weights in a checkpoint: its ``state_dict`` if it has one, else the mapping itself."""
+    weights = checkpoint.get('state_dict', checkpoint) if isinstance(checkpoint, Mapping) else None
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f'checkpoint {filename} holds no state_dict of named tensors')
+    return {name.removeprefix('module.'): value for name, value in weights.items()}
+
+
+def check_match(
+    module: nn.Module,
+    weights: Mapping[str, Tensor],
+    filename: str,
+    optional: Iterable[str] = (),
+) -> None:
+    """Raise unless ``weights`` fill ``module``, so that no model runs on weights it only half got.
+
+    Entries that the module does not have are named in the log and otherwise left alone.
+
+    Args:
+        module: the model the weights are for.
+        weights: names and tensors of the file.
+        filename: named in the messages.
+        optional: prefixes of names that the file may lack.
+
+    Raises:
+        ValueError: nothing matches, an entry is missing, or a shape differs.
+    """
+    own = module.state_dict()
+    optional = tuple(optional)
+    model = type(module).__name__
+    if not own.keys() & weights.keys():
+        raise ValueError(
+            f'checkpoint {filename} has nothing for {model}: its names begin like '
+            f'{_some(weights)}, those of the model like {_some(own)}'
+        )
+    differing = [
+        f'{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}'
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    if differing:
+        raise ValueError(
+            f'checkpoint {filename} is of another architecture than {model}: {_some(differing)}'
+        )
+    missing = [
+        name
+        for name in own.keys() - weights.keys()
+        if not name.startswith(optional) and not name.endswith('num_batches_tracked')
+    ]
+    if missing:
+        raise ValueError(
+            f'checkpoint {filename} is of another architecture than {model}: '
+            f'it lacks {_some(sorted(missing))}'
+        )
+    unused = sorted(weights.keys() - own.keys())
+    if unused:
+        print_log(f'{filename}: not used by {model}: {_some(unused)}', logger='current')
+    initial = sorted(own.keys() - weights.keys())
+    if initial:
+        print_log(f'{filename}: stays as initialised: {_some(initial)}', logger='current')
+
+
+def _some(names: Iterable[str], count: int = 3) -> str:
+    names = list(names)
+    rest = len(names) - count
+    return ', '.join(names[:count]) + (f' and {rest} more' if rest > 0 else '')

@@ -1,0 +1,3 @@
+from .visionhope import VisionHOPE
+
+__all__ = ['VisionHOPE']

@@ -1,0 +1,3 @@
+from .scan import directional_scan
+
+__all__ = ['directional_scan']
