@@ -1,7 +1,20 @@
 """VisionHOPE for OpenMMLab: importing this package registers the backbones with mmengine."""
 
-from .models import VisionHOPE
+import warnings
+from importlib.util import find_spec
 
-__version__ = '0.1.0'
+from .version import __version__
 
-__all__ = ['VisionHOPE', '__version__']
+__all__ = ['__version__']
+
+if find_spec('torch') and find_spec('mmengine'):
+    from .engine import EpochSeedHook, GpuAmpOptimWrapper, seed_worker_from_torch
+    from .models import VisionHOPE
+
+    __all__ += ['EpochSeedHook', 'GpuAmpOptimWrapper', 'VisionHOPE', 'seed_worker_from_torch']
+else:
+    warnings.warn(
+        'mmvisionhope needs torch and mmengine, so nothing of it is registered: '
+        '`python -m mmvisionhope.check` tells what to install',
+        stacklevel=2,
+    )

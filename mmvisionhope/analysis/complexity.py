@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,11 @@ def count_macs(model: nn.Module, image_size: Sequence[int]) -> dict[str, int]:
         Multiply-adds for each module that has any; their sum is the model's figure.
     """
     macs: dict[str, int] = {}
-    hooks = [
-        module.register_forward_hook(_recorder(macs, name, rule))
-        for name, module in model.named_modules()
-        for kind, rule in _RULES.items()
-        if isinstance(module, kind)
-    ]
+    hooks = []
+    for name, module in model.named_modules():
+        for kind, rule in _RULES.items():
+            if isinstance(module, kind):
+                hooks.append(module.register_forward_hook(_recorder(macs, name, rule)))
     parameter = next(model.parameters())
     training = model.training
     try:
@@ -51,7 +50,7 @@ def scan_macs(height: int, width: int, heads: int, d: int, row_chunk: int, col_c
     return round(per_token + boundaries)
 
 
-def _recorder(macs: dict[str, int], name: str, rule):
+def _recorder(macs: dict[str, int], name: str, rule: Callable[..., int]) -> Callable[..., None]:
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         macs[name] = macs.get(name, 0) + rule(module, inputs[0], output)
 
@@ -73,7 +72,7 @@ def _operator(module: Operator, x: Tensor, y: Tensor) -> int:
     return len(x) * scan_macs(height, width, heads, d, *chunks)
 
 
-_RULES = {
+_RULES: dict[type[nn.Module], Callable[..., int]] = {
     nn.Conv2d: _conv,
     nn.Linear: _linear,
     nn.BatchNorm2d: lambda module, x, y: 2 * x.numel(),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 def _safe_globals() -> list:
     """What checkpoints of mmengine's runner hold besides tensors: log buffers, numpy values."""
-    multiarray = np._core.multiarray if hasattr(np, '_core') else np.core.multiarray
+    multiarray = (np._core if hasattr(np, '_core') else np.core).multiarray
     dtypes = [np.float64, np.float32, np.int64, np.int32, np.uint32, np.bool_]
     return [
         HistoryBuffer,

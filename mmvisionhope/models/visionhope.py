@@ -57,6 +57,8 @@ class VisionHOPE(BaseModule):
         [(1, 256, 14, 14), (1, 512, 7, 7)]
     """
 
+    init_cfg: dict | list[dict] | None
+
     arch_settings = {
         'tiny': dict(embed_dims=(64, 128, 256, 512), depths=(3, 4, 18, 4)),
         'small': dict(embed_dims=(64, 160, 320, 512), depths=(4, 8, 25, 8)),
@@ -134,7 +136,7 @@ class VisionHOPE(BaseModule):
             zip(self.downsample_layers, self.stages, strict=True)
         ):
             x = downsample(x)
-            for block in stage:
+            for block in stage.children():
                 if self.with_cp and torch.is_grad_enabled():
                     x = checkpoint(block, x, use_reentrant=False)
                 else:
@@ -163,9 +165,9 @@ class VisionHOPE(BaseModule):
                 entry is missing, or a shape differs.
         """
         configured = self.init_cfg
-        entries = configured if isinstance(configured, (list, tuple)) else [configured]
-        pretrained = [cfg for cfg in entries if cfg and cfg['type'] == 'Pretrained']
-        self.init_cfg = [cfg for cfg in entries if cfg and cfg['type'] != 'Pretrained']
+        entries = configured if isinstance(configured, (list, tuple)) else [configured or {}]
+        pretrained = [cfg for cfg in entries if cfg.get('type') == 'Pretrained']
+        self.init_cfg = [cfg for cfg in entries if cfg and cfg not in pretrained]
         super().init_weights()
         self.init_cfg = configured
         for cfg in pretrained:
@@ -269,9 +271,9 @@ def _check_out_indices(out_indices: int | Sequence[int], stages: int) -> tuple[i
 
 def _check_chunk_size(chunk_size: object) -> None:
     pair = isinstance(chunk_size, (tuple, list)) and len(chunk_size) == 2
-    for size in chunk_size if pair else [chunk_size]:  # type: ignore[union-attr]
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(
-                'chunk_size must be None, a positive integer or a pair of them (row, column), '
-                f'got {chunk_size!r}'
-            )
+    sizes = list(chunk_size) if pair else [chunk_size]  # type: ignore[call-overload]
+    if any(size is not None and (not isinstance(size, int) or size < 1) for size in sizes):
+        raise ValueError(
+            'chunk_size must be None, a positive integer or a pair of them (row, column), '
+            f'got {chunk_size!r}'
+        )

@@ -138,7 +138,7 @@ def _check_tensors(tensors: dict[str, Tensor], routes: int) -> None:
     if heads * d != z.shape[3]:
         raise ValueError(f'z has {z.shape[3]} channels but content has {heads} heads of {d}')
     square, row = (routes, heads, d, d), (routes, heads, d)
-    expected = dict(
+    expected: dict[str, list[tuple[int, ...]]] = dict(
         q=[tuple(z.shape)],
         content=[square],
         key=[square],

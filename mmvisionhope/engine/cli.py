@@ -1,0 +1,113 @@
+"""What tools/train.py and tools/test.py share: arguments, configs, and errors a user can mend."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import os.path as osp
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner
+
+
+class UsageError(Exception):
+    """A mistake of the user's, in one sentence that says what to do."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call ``main``; a :class:`UsageError` ends the process with its sentence and status 2."""
+    try:
+        main()
+    except UsageError as error:
+        print(f'{osp.basename(sys.argv[0])}: error: {error}', file=sys.stderr)
+        sys.exit(2)
+
+
+def argument_parser(description: str, config: str | None = None) -> argparse.ArgumentParser:
+    """The arguments of training and testing alike; ``config`` makes that one optional."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument('config', nargs='?' if config else None, default=config, help='config file')
+    parser.add_argument('--work-dir', help='folder of logs and checkpoints')
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        help='override settings of the config: key=value pairs, lists as key="[a,b]" or key=a,b',
+    )
+    parser.add_argument(
+        '--launcher',
+        choices=['none', 'pytorch', 'slurm', 'mpi'],
+        default='none',
+        help='job launcher',
+    )
+    # torch.distributed.launch passes it; mmengine reads it from the environment.
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """The config with the overrides of the command line.
+
+    Raises:
+        UsageError: there is no such config, or an override does not fit it.
+    """
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    if not osp.isfile(args.config):
+        raise UsageError(f'config {args.config} does not exist')
+    config = Config.fromfile(args.config)
+    config.launcher = args.launcher
+    if args.cfg_options:
+        try:
+            config.merge_from_dict(args.cfg_options)
+        except (KeyError, TypeError, IndexError) as error:
+            raise UsageError(f'--cfg-options does not fit {args.config}: {error}') from error
+    if args.work_dir:
+        config.work_dir = args.work_dir
+    elif config.get('work_dir') is None:
+        name = osp.splitext(osp.basename(args.config))[0]
+        config.work_dir = osp.join('work_dirs', name)
+    if not torch.cuda.is_available() and config.get('env_cfg', {}).get('dist_cfg'):
+        config.env_cfg.dist_cfg.backend = 'gloo'  # nccl is for GPUs
+    return config
+
+
+def check_data(config: Config, *loaders: str) -> None:
+    """Raise before anything is built if files of these data loaders are not there.
+
+    Raises:
+        UsageError: names the path and what moves it.
+    """
+    for loader in loaders:
+        for dataset in _datasets(config.get(loader, {}).get('dataset', {})):
+            root = dataset.get('data_root') or ''
+            prefixes = dataset.get('data_prefix') or {}
+            parts = [dataset.get('ann_file'), *prefixes.values()]
+            for part in parts:
+                path = osp.join(root, part) if isinstance(part, str) else ''
+                # Addresses of a file client are for mmengine to reach.
+                if path and '://' not in path and not osp.exists(path):
+                    raise UsageError(
+                        f'{path}, which {loader} of the config reads, does not exist: put the data '
+                        'there, or say where it is by COCO_ROOT or by '
+                        f'--cfg-options {loader}.dataset.data_root=...'
+                    )
+
+
+def build_runner(config: Config) -> Runner:
+    """The runner of ``runner_type`` if the config has one, else mmengine's."""
+    return RUNNERS.build(config) if 'runner_type' in config else Runner.from_cfg(config)
+
+
+def _datasets(config: ConfigDict) -> Iterator[ConfigDict]:
+    """The data sets of a loader, inside whatever wraps them."""
+    if 'dataset' in config:
+        yield from _datasets(config.dataset)
+    elif 'datasets' in config:
+        for part in config.datasets:
+            yield from _datasets(part)
+    elif config:
+        yield config
