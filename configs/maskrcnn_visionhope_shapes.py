@@ -65,5 +65,4 @@ param_scheduler = [
     dict(type='CosineAnnealingLR', T_max=max_epochs, by_epoch=True, convert_to_iter_based=True),
 ]
 default_hooks = dict(logger=dict(interval=16))
-randomness = dict(seed=0)
 auto_scale_lr = dict(enable=False, base_batch_size=8)

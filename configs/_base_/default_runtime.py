@@ -21,5 +21,10 @@ vis_backends = [dict(type='LocalVisBackend')]
 visualizer = dict(type='DetLocalVisualizer', vis_backends=vis_backends, name='visualizer')
 log_processor = dict(type='LogProcessor', window_size=50, by_epoch=True)
 log_level = 'INFO'
+
+# An epoch's randomness follows from the seed and its number: a resumed run repeats an unbroken one.
+randomness = dict(seed=0)
+custom_hooks = [dict(type='EpochSeedHook')]
+
 load_from = None
 resume = False

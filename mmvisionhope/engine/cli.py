@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.device import get_device
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
@@ -70,8 +71,6 @@ def load_config(args: argparse.Namespace) -> Config:
     elif config.get('work_dir') is None:
         name = osp.splitext(osp.basename(args.config))[0]
         config.work_dir = osp.join('work_dirs', name)
-    if not torch.cuda.is_available() and config.get('env_cfg', {}).get('dist_cfg'):
-        config.env_cfg.dist_cfg.backend = 'gloo'  # nccl is for GPUs
     return config
 
 
@@ -99,6 +98,13 @@ def check_data(config: Config, *loaders: str) -> None:
 
 def build_runner(config: Config) -> Runner:
     """The runner of ``runner_type`` if the config has one, else mmengine's."""
+    if config.launcher == 'pytorch' and get_device() == 'cpu':
+        # mmengine would reach for a GPU of each process.
+        torch.distributed.init_process_group('gloo')
+        wrapper = config.get('model_wrapper_cfg') or dict(broadcast_buffers=False)
+        config.model_wrapper_cfg = dict(
+            find_unused_parameters=config.get('find_unused_parameters', False)
+        ) | dict(wrapper, device_ids=None)
     return RUNNERS.build(config) if 'runner_type' in config else Runner.from_cfg(config)
 
 

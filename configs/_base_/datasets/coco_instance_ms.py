@@ -45,7 +45,9 @@ test_pipeline = [
 train_dataloader = dict(
     batch_size=8,
     num_workers=4,
-    persistent_workers=True,
+    # Workers that start anew with each epoch, seeded by EpochSeedHook.
+    persistent_workers=False,
+    worker_init_fn=dict(type='seed_worker_from_torch'),
     sampler=dict(type='DefaultSampler', shuffle=True),
     batch_sampler=dict(type='AspectRatioBatchSampler'),
     dataset=dict(
