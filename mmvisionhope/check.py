@@ -110,6 +110,7 @@ def main() -> int:
         print(
             f'{finding.component.module:13}{finding.state:9}{finding.version:31}{purpose}'.rstrip()
         )
+    print(f'{"own op":13}{_own_op()}')
     print(f'{"GPU":13}{_gpu()}')
     broken = problems(findings)
     if not broken:
@@ -128,6 +129,16 @@ def _installed(component: Component) -> tuple[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return '', ''
+
+
+def _own_op() -> str:
+    try:
+        from mmvisionhope.ops.library import COMPILED
+    except ImportError:
+        return 'unknown without torch and mmengine'
+    if COMPILED:
+        return 'compiled'
+    return 'not compiled, so slow: `pip install --no-build-isolation` this package with g++ at hand'
 
 
 def _gpu() -> str:

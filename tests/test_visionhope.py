@@ -8,7 +8,7 @@ from torch import nn
 
 from mmvisionhope import VisionHOPE
 from mmvisionhope.analysis import count_macs
-from mmvisionhope.analysis.complexity import scan_macs
+from mmvisionhope.ops.library import scan_macs
 
 SMALL = dict(embed_dims=[16, 32, 32, 64], depths=[1, 1, 2, 1], head_dims=8)
 PARAMS = dict(tiny=25_083_808, small=51_329_632, base=89_485_936)

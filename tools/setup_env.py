@@ -42,6 +42,7 @@ def main() -> None:
     pip('install', '-r', 'requirements/runtime.txt', '-r', 'requirements/dev.txt')
     pip('install', '--no-deps', str(mmcv_wheel()))
     pip('install', '--no-deps', '-r', 'requirements/openmmlab.txt')
+    say('compiling the op of this package: some four minutes on two cores')
     pip('install', '--no-deps', '--no-build-isolation', '-e', '.')
     run(str(PYTHON), '-m', 'mmvisionhope.check')
     STAMP.write_text(wanted)
@@ -49,7 +50,8 @@ def main() -> None:
 
 def fingerprint() -> str:
     """Changes when the environment must be set up anew."""
-    files = [Path(__file__), ROOT / 'pyproject.toml', *sorted(REQUIREMENTS.glob('*.txt'))]
+    files = [Path(__file__), ROOT / 'pyproject.toml', ROOT / 'setup.py']
+    files += sorted(REQUIREMENTS.glob('*.txt')) + sorted(ROOT.glob('kernels/csrc/*'))
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.read_bytes())

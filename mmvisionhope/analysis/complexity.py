@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmvisionhope.models.operator import Operator
+from mmvisionhope.ops.library import scan_macs
 
 
 def count_macs(model: nn.Module, image_size: Sequence[int]) -> dict[str, int]:
@@ -40,14 +41,6 @@ def count_macs(model: nn.Module, image_size: Sequence[int]) -> dict[str, int]:
         for hook in hooks:
             hook.remove()
     return macs
-
-
-def scan_macs(height: int, width: int, heads: int, d: int, row_chunk: int, col_chunk: int) -> int:
-    """The recurrent terms of Equation 56: token quantities, gains, reads; then chunk ends."""
-    tokens = height * width
-    per_token = 4 * tokens * heads * (6 * d**2 + 20 * d)
-    boundaries = heads * tokens * (3 * d**3 + 2 * d**2) * (2 / row_chunk + 2 / col_chunk)
-    return round(per_token + boundaries)
 
 
 def _recorder(macs: dict[str, int], name: str, rule: Callable[..., int]) -> Callable[..., None]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .reference import COLUMN_MAJOR, ROW_MAJOR, directional_scan_reference
+from .library import COMPILED, DIRECTIONS, KERNEL_DIMS, directional_scan_op, has_kernel
+from .reference import directional_scan_reference
 
-DIRECTIONS = ROW_MAJOR + COLUMN_MAJOR
+MEMORIES = ('content', 'key', 'value', 'rate', 'retention', 'skip', 'scale')
 
 
 def directional_scan(
@@ -102,14 +105,42 @@ def directional_scan(
         tensors['z'], tensors['q'] = (x.to(torch.get_autocast_dtype(device)) for x in (z, q))
     dtype = tensors['z'].dtype
     compute = torch.float64 if dtype == torch.float64 else torch.float32
+    memories = {name: tensors[name].to(compute) for name in MEMORIES}
     with torch.autocast(device, enabled=False):
+        if has_kernel(z, content.shape[-1]):
+            save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+            codes = [DIRECTIONS.index(name) for name in directions]
+            y, _ = directional_scan_op(
+                tensors['z'], tensors['q'], *memories.values(), codes, row_chunk, col_chunk, save
+            )
+            return y
+        if not torch.compiler.is_compiling():
+            _warn_slow(_why_slow(z, content.shape[-1]))
         y = directional_scan_reference(
-            **{name: t.to(compute) for name, t in tensors.items()},
+            tensors['z'].to(compute),
+            tensors['q'].to(compute),
+            **memories,
             directions=directions,
             row_chunk=row_chunk,
             col_chunk=col_chunk,
         )
-    return y.to(dtype)
+        return y.to(dtype)
+
+
+@functools.cache  # once for each reason
+def _warn_slow(reason: str) -> None:
+    warnings.warn(f'directional_scan runs in plain PyTorch, which is slow: {reason}', stacklevel=4)
+
+
+def _why_slow(z: Tensor, d: int) -> str:
+    if z.device.type != 'cpu':
+        return f'there is no kernel for {z.device.type} yet'
+    if not COMPILED:
+        return (
+            'mmvisionhope was installed without its compiled op; install g++, then it again by '
+            '`pip install --no-build-isolation`'
+        )
+    return f'the compiled op is for heads of {KERNEL_DIMS} channels, not of {d}'
 
 
 def _check_directions(directions: tuple[str, ...]) -> None:

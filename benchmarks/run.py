@@ -1,0 +1,204 @@
+"""Speed, as ratios of things run in one process: python benchmarks/run.py [scan|backbones] ...
+
+Everything compared is run in turns, so that a noisy machine slows all alike; figures are medians.
+A speed-up is printed only if both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmvisionhope import VisionHOPE
+from mmvisionhope.analysis import count_macs
+from mmvisionhope.ops import directional_scan, library
+from mmvisionhope.ops.reference import directional_scan_reference
+from mmvisionhope.ops.scan import DIRECTIONS
+
+# (batch, height, width, heads) of 16 channels: VisionHOPE-T's stages 1 and 3 at 224, stage 1 at
+# 800 x 1333, and a batch of larger maps.
+SCAN_SHAPES = [(1, 56, 56, 2), (8, 14, 14, 8), (1, 200, 334, 2), (2, 128, 128, 2)]
+LINEAR_SIDES = [64, 128, 256, 512]
+HEAD_DIMS = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('what', nargs='*', choices=[*BENCHMARKS, []], help='default: all')
+    parser.add_argument('--threads', type=int, default=1)
+    parser.add_argument('--repeats', type=int, default=9)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    # The reference's best form: its memories fade into denormals, which are slow.
+    torch.set_flush_denormal(True)
+    print(machine(args.threads))
+    for name in args.what or BENCHMARKS:
+        print(f'\n{name}')
+        BENCHMARKS[name](args.repeats)
+
+
+def machine(threads: int) -> str:
+    model = platform.processor() or platform.machine()
+    try:
+        with open('/proc/cpuinfo') as info:
+            model = next(
+                line.split(':')[1].strip() for line in info if line.startswith('model name')
+            )
+    except (OSError, StopIteration):
+        model += ' (no /proc/cpuinfo)'
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f'{model}, {capability}, {threads} thread(s), torch {torch.__version__}'
+
+
+def medians(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Seconds of each, run in turns."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    gc.disable()
+    for _ in range(repeats):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    gc.enable()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def fma_peak() -> float:
+    """Multiply-adds a second of one core, by a matrix product that fits its cache."""
+    a, b = torch.randn(2, 256, 256)
+    seconds = medians({'mm': lambda: [torch.mm(a, b) for _ in range(20)]}, 15)['mm']
+    return 20 * 256**3 / seconds
+
+
+@dataclass
+class Scan:
+    """Arguments of one scan, fading or alive (retention near one, so memories live on)."""
+
+    tensors: list[Tensor]
+    tokens: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int, int], alive: bool) -> Scan:
+        torch.manual_seed(0)
+        batch, height, width, heads = shape
+        routes, d = len(DIRECTIONS), HEAD_DIMS
+        z, q = torch.randn(2, batch, height, width, heads * d).unbind()
+        content, key, value = torch.randn(3, routes, heads, d, d).mul(0.5).unbind()
+        rate, retention = torch.randn(2, routes, heads, d).unbind()
+        if alive:
+            z, retention = z.abs(), retention.abs() * 4
+        rest = [torch.randn(heads, d), torch.randn(routes, heads * d)]
+        tensors = [t.requires_grad_() for t in (z, q, content, key, value, rate, retention, *rest)]
+        return cls(tensors, batch * height * width * heads * routes)
+
+    def reference(self, *tensors: Tensor) -> Tensor:
+        height, width = tensors[0].shape[1:3]
+        return directional_scan_reference(*tensors, DIRECTIONS, width, height)
+
+    def both(self, function: Callable[..., Tensor]) -> list[Tensor]:
+        y = function(*self.tensors)
+        return [y, *torch.autograd.grad(y, self.tensors, torch.ones_like(y))]
+
+    def forward(self, function: Callable[..., Tensor]) -> Tensor:
+        with torch.no_grad():
+            return function(*self.tensors)
+
+
+def difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return max(((a - e).norm() / e.norm().clamp_min(1e-30)).item() for a, e in pairs)
+
+
+def scan(repeats: int) -> None:
+    peak = fma_peak()
+    print(f'peak of one core: {peak / 1e9:.0f} G multiply-adds/s')
+    if not library.COMPILED:
+        raise SystemExit('the compiled op is not installed: there is nothing to compare')
+    macs = 6 * HEAD_DIMS**2 + 20 * HEAD_DIMS  # Equation 56 per token, head and direction
+    print('ns per token, head and direction; of peak: multiply-adds of Equation 56 over the peak')
+    header = ('shape', 'inputs', 'fwd', 'ratio', 'of peak', 'fwd+bwd', 'ratio', 'difference')
+    print('{:18}{:8}{:>8}{:>8}{:>9}{:>9}{:>8}{:>12}'.format(*header))
+    for shape in SCAN_SHAPES:
+        for alive in (False, True):
+            case = Scan.of(shape, alive)
+            error = difference(case.both(directional_scan), case.both(case.reference))
+            if error > 2e-4:
+                print(f'{shape!s:18} the outputs differ by {error:.0e}: no speed to report')
+                continue
+            forward = medians(
+                {
+                    'compiled': lambda case=case: case.forward(directional_scan),
+                    'reference': lambda case=case: case.forward(case.reference),
+                },
+                repeats,
+            )
+            both = medians(
+                {
+                    'compiled': lambda case=case: case.both(directional_scan),
+                    'reference': lambda case=case: case.both(case.reference),
+                },
+                repeats,
+            )
+            print(
+                f'{shape!s:18}{"alive" if alive else "fading":8}'
+                f'{forward["compiled"] / case.tokens * 1e9:8.1f}'
+                f'{forward["reference"] / forward["compiled"]:8.1f}'
+                f'{macs * case.tokens / forward["compiled"] / peak:9.0%}'
+                f'{both["compiled"] / case.tokens * 1e9:9.1f}'
+                f'{both["reference"] / both["compiled"]:8.1f}'
+                f'{error:12.0e}'
+            )
+    cases = {side: Scan.of((1, side, side, 2), False) for side in LINEAR_SIDES}
+    linear = medians(
+        {str(side): lambda c=c: c.forward(directional_scan) for side, c in cases.items()}, repeats
+    )
+    per_token = {side: linear[str(side)] / case.tokens * 1e9 for side, case in cases.items()}
+    print('forward by map side: ' + ', '.join(f'{k}: {v:.1f} ns' for k, v in per_token.items()))
+
+
+def backbones(repeats: int) -> None:
+    """VisionHOPE-T against ConvNeXt-T and Swin-T of the toolboxes, forward, batch 1."""
+    from mmdet.models import SwinTransformer
+    from mmpretrain.models import ConvNeXt
+
+    models = {
+        'VisionHOPE-T': VisionHOPE('tiny', out_norm=False),
+        'ConvNeXt-T': ConvNeXt('tiny', out_indices=(0, 1, 2, 3), gap_before_final_norm=False),
+        'Swin-T': SwinTransformer(96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
+    }
+    # Of the two others as their papers give them at 224 x 224, growing with the pixels.
+    gmacs = {'ConvNeXt-T': 4.5, 'Swin-T': 4.5}
+    for size in ((224, 224), (800, 1280)):
+        gmacs['VisionHOPE-T'] = sum(count_macs(models['VisionHOPE-T'], size).values()) / 1e9
+        images = torch.randn(1, 3, *size).contiguous(memory_format=torch.channels_last)
+        for model in models.values():
+            model.eval().to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            seconds = medians(
+                {name: lambda m=m, x=images: m(x) for name, m in models.items()},
+                repeats if size[0] < 300 else 3,
+            )
+        print(f'{size[0]} x {size[1]}')
+        pixels = size[0] * size[1] / 224**2
+        for name, value in seconds.items():
+            macs = gmacs[name] * (1 if name == 'VisionHOPE-T' else pixels)
+            ratio = value / seconds['VisionHOPE-T']
+            print(
+                f'  {name:13} {value * 1e3:8.0f} ms {value / macs * 1e3:6.1f} ms/GMAC {ratio:6.2f}'
+            )
+
+
+BENCHMARKS = {'scan': scan, 'backbones': backbones}
+
+if __name__ == '__main__':
+    main()

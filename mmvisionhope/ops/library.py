@@ -1,0 +1,161 @@
+"""``directional_scan`` as an operator of torch: schema, fake, autograd, FLOPs, kernels per device.
+
+An operator rather than plain functions, so that ``torch.compile``, ``torch.export``, activation
+checkpointing and data parallelism see one opaque node with a known gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .reference import COLUMN_MAJOR, ROW_MAJOR
+
+try:
+    import mmvisionhope._C  # noqa: F401 - loading it registers torch.ops.mmvisionhope_cpu
+except ImportError:
+    COMPILED = False
+else:
+    COMPILED = True
+
+DIRECTIONS: tuple[str, ...] = ROW_MAJOR + COLUMN_MAJOR
+# Head dimensions that the kernels are compiled for.
+KERNEL_DIMS = (4, 8, 16, 32, 64)
+
+
+def has_kernel(z: Tensor, d: int) -> bool:
+    """Whether a kernel covers these tokens; the reference covers everything."""
+    return z.device.type == 'cpu' and COMPILED and d in KERNEL_DIMS
+
+
+@torch.library.custom_op('mmvisionhope::directional_scan', mutates_args=(), device_types='cpu')
+def directional_scan_op(
+    z: Tensor,
+    q: Tensor,
+    content: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rate: Tensor,
+    retention: Tensor,
+    skip: Tensor,
+    scale: Tensor,
+    directions: Sequence[int],
+    row_chunk: int,
+    col_chunk: int,
+    save_gains: bool,
+) -> tuple[Tensor, Tensor]:
+    """The scan, and with ``save_gains`` what its backward needs besides the arguments.
+
+    ``directions`` are indices into :data:`DIRECTIONS`; memories are float32 (float64 with float64
+    tokens). The gains are (B, nh, chunks of all directions, d, d): for each chunk the product of
+    the gains of those before it in its scan, so that its boundary memories are the initial ones
+    times that (Appendix B.4).
+    """
+    return torch.ops.mmvisionhope_cpu.forward(
+        z, q, content, key, value, rate, retention, skip, scale,
+        directions, row_chunk, col_chunk, save_gains,
+    )  # fmt: skip
+
+
+@torch.library.custom_op(
+    'mmvisionhope::directional_scan_backward', mutates_args=(), device_types='cpu'
+)
+def directional_scan_backward_op(
+    dy: Tensor,
+    z: Tensor,
+    q: Tensor,
+    content: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rate: Tensor,
+    retention: Tensor,
+    skip: Tensor,
+    scale: Tensor,
+    gains: Tensor,
+    directions: Sequence[int],
+    row_chunk: int,
+    col_chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of z, q, content, key, value, rate, retention, skip and scale."""
+    return torch.ops.mmvisionhope_cpu.backward(
+        dy, z, q, content, key, value, rate, retention, skip, scale, gains,
+        directions, row_chunk, col_chunk,
+    )  # fmt: skip
+
+
+def scan_macs(
+    height: int, width: int, heads: int, d: int, row_chunk: int, col_chunk: int, routes: int = 4
+) -> int:
+    """The recurrent terms of Equation 56 for one image: token quantities, gains and reads; then the
+    memories at chunk ends. Half of the directions are taken to be row-major."""
+    tokens = height * width
+    per_token = routes * tokens * heads * (6 * d**2 + 20 * d)
+    chunk_ends = (
+        heads * tokens * (3 * d**3 + 2 * d**2) * routes / 2 * (1 / row_chunk + 1 / col_chunk)
+    )
+    return round(per_token + chunk_ends)
+
+
+def _chunks(tokens: int, directions: Sequence[int], row_chunk: int, col_chunk: int) -> int:
+    rows = sum(DIRECTIONS[r] in ROW_MAJOR for r in directions)
+    columns = len(directions) - rows
+    return rows * -(-tokens // row_chunk) + columns * -(-tokens // col_chunk)
+
+
+@directional_scan_op.register_fake
+def _fake(
+    z, q, content, key, value, rate, retention, skip, scale,
+    directions, row_chunk, col_chunk, save_gains,
+):  # fmt: skip
+    batch, height, width, _ = z.shape
+    heads, d = content.shape[1:3]
+    chunks = _chunks(height * width, directions, row_chunk, col_chunk) if save_gains else 0
+    return z.new_empty(z.shape), content.new_empty(batch, heads, chunks, d, d)
+
+
+@directional_scan_backward_op.register_fake
+def _backward_fake(
+    dy, z, q, content, key, value, rate, retention, skip, scale, gains,
+    directions, row_chunk, col_chunk,
+):  # fmt: skip
+    return tuple(
+        t.new_empty(t.shape) for t in (z, q, content, key, value, rate, retention, skip, scale)
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.directions, ctx.row_chunk, ctx.col_chunk, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(True)
+
+
+def _backward(ctx, dy, _):
+    gradients = directional_scan_backward_op(
+        dy, *ctx.saved_tensors, ctx.directions, ctx.row_chunk, ctx.col_chunk
+    )
+    return *gradients, None, None, None, None
+
+
+directional_scan_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.mmvisionhope.directional_scan)
+def _flops(z, q, content, *args, out_shape=None, **kwargs) -> int:
+    directions, row_chunk, col_chunk = args[6:9]
+    return _scan_flops(z, content, directions, row_chunk, col_chunk)
+
+
+@register_flop_formula(torch.ops.mmvisionhope.directional_scan_backward)
+def _backward_flops(dy, z, q, content, *args, out_shape=None, **kwargs) -> int:
+    """As for a convolution, twice the forward."""
+    directions, row_chunk, col_chunk = args[7:10]
+    return 2 * _scan_flops(z, content, directions, row_chunk, col_chunk)
+
+
+def _scan_flops(z, content, directions, row_chunk, col_chunk) -> int:
+    batch, height, width, _ = z
+    _, heads, d, _ = content
+    return 2 * batch * scan_macs(height, width, heads, d, row_chunk, col_chunk, len(directions))
