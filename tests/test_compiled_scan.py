@@ -171,7 +171,7 @@ SMALL = dict(embed_dims=[16, 32], depths=[1, 1], head_dims=8)
 def test_the_backbone_compiles_as_one_graph_for_changing_sizes():
     model = VisionHOPE(SMALL, out_indices=(0, 1)).eval()
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
-    for size in (64, 96, 128):
+    for size in (64, 96):
         images = torch.randn(1, 3, size, size + 32)
         for actual, expected in zip(compiled(images), model(images), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

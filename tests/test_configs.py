@@ -36,6 +36,9 @@ def test_builds_and_takes_a_step(name):
     if config.model.backbone.get('arch') in ('tiny', 'small', 'base'):
         widths = config.model.neck.in_channels
         config.model.backbone.arch = dict(embed_dims=widths, depths=[1, 1, 1, 1])
+    # As many RoIs as a test needs.
+    config.model.train_cfg.rpn_proposal.max_per_img = 50
+    config.model.train_cfg.rcnn.sampler.num = 16
     model = MODELS.build(config.model)
     model.init_weights()
     model.train()

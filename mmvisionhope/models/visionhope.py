@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from mmengine.model import BaseModule
+from mmengine.model import BaseModule, PretrainedInit
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -166,7 +166,7 @@ class VisionHOPE(BaseModule):
         """
         configured = self.init_cfg
         entries = configured if isinstance(configured, (list, tuple)) else [configured or {}]
-        pretrained = [cfg for cfg in entries if cfg.get('type') == 'Pretrained']
+        pretrained = [c for c in entries if c.get('type') in ('Pretrained', PretrainedInit)]
         self.init_cfg = [cfg for cfg in entries if cfg and cfg not in pretrained]
         super().init_weights()
         self.init_cfg = configured
