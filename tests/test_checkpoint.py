@@ -103,6 +103,16 @@ def test_missing_damaged_and_empty_files_are_named(tmp_path):
         pretrained(damaged)
 
 
+@pytest.mark.parametrize(
+    'content', [b'', b'garbage', b'\x80\x02J\x01', b'\x80\x02.', b'\x80\x02h\x07.']
+)
+def test_garbled_files_are_one_sentence(tmp_path, content):
+    path = tmp_path / 'garbled.pth'
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='garbled.pth cannot be read as plain weights'):
+        load_checkpoint_file(str(path))
+
+
 class Payload:
     def __reduce__(self):
         return (print, ('executed',))

@@ -1,12 +1,16 @@
-"""The parts that mmengine and mmdet lack: float32 RoIs, mask TTA, AMP that minds the device."""
+"""What mmengine and mmdet lack: float32 RoIs, mask TTA, AMP that minds the device, seeds."""
 
+import random
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from mmengine.optim import OptimWrapper
 from mmengine.structures import InstanceData
 from torch import nn
 
-from mmvisionhope import GpuAmpOptimWrapper
+from mmvisionhope import EpochSeedHook, GpuAmpOptimWrapper, seed_worker_from_torch
 
 pytest.importorskip('mmdet')
 
@@ -46,6 +50,33 @@ def test_amp_with_a_gpu_is_mmengines(monkeypatch):
     monkeypatch.setattr('mmvisionhope.engine.optim.AmpOptimWrapper', lambda **kw: built.update(kw))
     GpuAmpOptimWrapper(optimizer=None)
     assert built == dict(optimizer=None, loss_scale='dynamic', dtype=None)
+
+
+def draws():
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_an_epoch_is_seeded_by_run_epoch_and_rank(monkeypatch):
+    def epoch(seed, number, rank=0):
+        monkeypatch.setattr('mmvisionhope.engine.hooks.get_rank', lambda: rank)
+        EpochSeedHook().before_train_epoch(SimpleNamespace(seed=seed, epoch=number))
+        return draws()
+
+    first = epoch(0, 3)
+    assert epoch(0, 3) == first
+    for other in (epoch(1, 3), epoch(0, 4), epoch(0, 3, rank=1)):
+        assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_a_worker_is_seeded_by_what_torch_gave_it():
+    def worker(seed):
+        torch.manual_seed(seed)
+        seed_worker_from_torch(0)
+        return draws()
+
+    # Torch gives 64 bits, NumPy takes 32.
+    assert worker(2**40 + 1) == worker(2**40 + 1)
+    assert all(a != b for a, b in zip(worker(1), worker(2), strict=True))
 
 
 def view(boxes, scores, masks, flipped):

@@ -2,13 +2,17 @@
 
 import json
 import os
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import mmcv
 import mmengine
 import pytest
 import torch
+from mmengine.structures import InstanceData
 
 mmdet = pytest.importorskip('mmdet')
 
@@ -117,7 +121,10 @@ def test_test_reports_dumps_and_draws_from_any_directory(unbroken, tmp_path):
 
 def test_two_processes_train_and_test_together(cache, tmp_path):
     """gloo, no unused parameters, one set of checkpoints."""
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PORT': '29611'}
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PORT': str(port)}
     environment['PATH'] = f'{Path(sys.executable).parent}{os.pathsep}{environment["PATH"]}'
     work_dir = tmp_path / 'work'
     for command in (
@@ -142,8 +149,9 @@ def test_real_images_train_and_test_with_augmentation(shared, tmp_path):
         f'{pipeline}.1.2.scales=[(128,96)]',
         'model.train_cfg.rpn_proposal.max_per_img=50',
         'model.train_cfg.rcnn.sampler.num=16',
+        # Validation follows the last epoch whatever its interval.
+        'val_dataloader.dataset.pipeline.1.scale=(128,96)',
         'train_cfg.max_epochs=1',
-        'train_cfg.val_interval=9',
     ]
     root = str(shared / 'data' / 'tiny_coco')
     train(tmp_path / 'work', options=small, config=COCO, COCO_ROOT=root)
@@ -161,7 +169,6 @@ def test_real_images_train_and_test_with_augmentation(shared, tmp_path):
 @pytest.fixture
 def tool(monkeypatch, capsys, tmp_path):
     """Run a tool in this process and return the sentence it ends with."""
-    import runpy
 
     def call(name, *arguments):
         monkeypatch.chdir(tmp_path)
@@ -191,12 +198,51 @@ def test_mistakes_end_with_one_sentence(tool, cache, unbroken, tmp_path, monkeyp
     assert '--tta needs tta_model and tta_pipeline' in tool('test', SHAPES, checkpoint, '--tta')
 
     torch.save({'state_dict': {'a.weight': torch.zeros(1)}}, tmp_path / 'other.pth')
-    message = tool('test', SHAPES, tmp_path / 'other.pth')
-    assert 'other.pth has nothing for MaskRCNN' in message
+    nothing = 'other.pth has nothing for MaskRCNN'
+    assert nothing in tool('test', SHAPES, tmp_path / 'other.pth')
+    # As a start of training too, where mmengine only warns.
+    assert nothing in tool('train', SHAPES, '--cfg-options', 'load_from=other.pth')
+    assert 'no state of a run to resume' in tool('train', SHAPES, '--resume', 'other.pth')
     weights = load_checkpoint_file(str(checkpoint))['state_dict']
     weights['backbone.stages.0.0.cpe.weight'] = torch.zeros(1, 2)
     torch.save({'state_dict': weights}, tmp_path / 'arch.pth')
     assert 'is of another architecture' in tool('test', SHAPES, tmp_path / 'arch.pth')
+
+
+def test_training_may_start_from_weights_that_fit_in_part(unbroken, tmp_path):
+    options = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=9']
+    options += [f'load_from={unbroken[0] / "epoch_2.pth"}']
+    options += ['model.roi_head.bbox_head.fc_out_channels=64']
+    train(tmp_path / 'work', options=options)
+    assert (tmp_path / 'work' / 'epoch_1.pth').is_file()
+
+
+def test_demo_trains_tests_and_draws(cache, tmp_path):
+    result = python(
+        ROOT / 'tools' / 'demo.py', '--work-dir', 'work', '--cfg-options', *QUICK,
+        'test_dataloader.dataset.indices=4', cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert 'box AP50 0.' in result.stdout and 'mask AP50 0.' in result.stdout
+    # Two rows of four images, each 3 x 128 pixels and 2 x 3 of border.
+    assert mmcv.imread(str(tmp_path / 'work' / 'detections.png')).shape == (780, 1560, 3)
+
+
+def test_demo_draws_the_surest_detection_last():
+    enlarge = runpy.run_path(str(ROOT / 'tools' / 'demo.py'))['enlarge']
+    masks = torch.zeros(2, 4, 4, dtype=torch.bool)
+    masks[0, :2] = True
+    found = enlarge(
+        InstanceData(
+            bboxes=torch.tensor([[0.0, 0.0, 4.0, 2.0], [1.0, 1.0, 2.0, 2.0]]),
+            labels=torch.tensor([5, 2]),
+            scores=torch.tensor([0.9, 0.6]),
+            masks=masks,
+        )
+    )
+    assert found.labels.tolist() == [2, 5] and found.bboxes[1].tolist() == [0, 0, 12, 6]
+    assert found.masks.shape == (2, 12, 12) and not found.masks[0].any()
+    assert found.masks[1, :6].all() and not found.masks[1, 6:].any()
 
 
 def test_auto_scale_lr_scales(cache, tmp_path):

@@ -62,7 +62,7 @@ def draw_detections(runner: Runner, path: Path) -> None:
     visualizer.dataset_meta = dataset.metainfo
     runner.model.eval()
     tiles = []
-    for index in range(ROWS * COLUMNS):
+    for index in range(min(ROWS * COLUMNS, len(dataset))):
         (sample,) = runner.model.test_step(pseudo_collate([dataset[index]]))
         image = mmcv.imread(sample.img_path, channel_order='rgb')
         sample.pred_instances = enlarge(sample.pred_instances)
@@ -74,6 +74,7 @@ def draw_detections(runner: Runner, path: Path) -> None:
             pred_score_thr=SCORE,
         )
         tiles.append(np.pad(visualizer.get_image(), ((3, 3), (3, 3), (0, 0)), constant_values=255))
+    tiles += [np.full_like(tiles[0], 255)] * (ROWS * COLUMNS - len(tiles))
     rows = [np.hstack(tiles[row * COLUMNS :][:COLUMNS]) for row in range(ROWS)]
     cv2.imwrite(str(path), cv2.cvtColor(np.vstack(rows), cv2.COLOR_RGB2BGR))
 
@@ -83,12 +84,14 @@ def enlarge(instances: InstanceData) -> InstanceData:
     masks = F.interpolate(
         instances.masks[:, None].float(), scale_factor=ZOOM, mode='bilinear', align_corners=False
     )
-    return InstanceData(
+    enlarged = InstanceData(
         bboxes=instances.bboxes * ZOOM,
         labels=instances.labels,
         scores=instances.scores,
         masks=masks[:, 0] > 0.5,
     )
+    # The last is drawn on top: where two labels meet, the surer one is read.
+    return enlarged[enlarged.scores.argsort()]
 
 
 if __name__ == '__main__':

@@ -6,15 +6,9 @@ import argparse
 
 from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import DumpResults
-from mmengine.runner import Runner
 
 from mmvisionhope.engine import cli
-from mmvisionhope.engine.checkpoint import (
-    check_match,
-    load_checkpoint_file,
-    register_safe_loader,
-    state_dict_of,
-)
+from mmvisionhope.engine.checkpoint import register_safe_loader
 
 
 def parse_args() -> argparse.Namespace:
@@ -35,10 +29,7 @@ def main() -> None:
     register_safe_loader()
     config = cli.load_config(args)
     cli.check_data(config, 'test_dataloader')
-    try:
-        weights = state_dict_of(load_checkpoint_file(args.checkpoint), args.checkpoint)
-    except (OSError, ValueError) as error:
-        raise cli.UsageError(str(error)) from error
+    _, weights = cli.read_checkpoint(args.checkpoint)
     config.load_from = args.checkpoint
     config.resume = False
     if args.show or args.show_dir:
@@ -46,21 +37,10 @@ def main() -> None:
     if args.tta:
         augment(config, args.config)
     runner = cli.build_runner(config)
-    check_weights(runner, weights, args.checkpoint)
+    cli.check_weights(runner, weights, args.checkpoint)
     if args.out:
         runner.test_evaluator.metrics.append(dump_results(config, args.out))
     runner.test()
-
-
-def check_weights(runner: Runner, weights: dict, filename: str) -> None:
-    model = runner.model
-    # DistributedDataParallel and test-time augmentation wrap the model that the weights are of.
-    while not weights.keys() & model.state_dict().keys() and hasattr(model, 'module'):
-        model = model.module
-    try:
-        check_match(model, weights, filename)
-    except ValueError as error:
-        raise cli.UsageError(str(error)) from error
 
 
 def draw_predictions(config: Config, show: bool, folder: str | None) -> None:

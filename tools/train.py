@@ -41,12 +41,22 @@ def main() -> None:
     if args.resume:
         config.resume = True
         config.load_from = None if args.resume == 'auto' else args.resume
+    weights = None
+    # Addresses are for mmengine to fetch.
     if config.get('load_from') and '://' not in config.load_from:
         config.load_from = osp.expanduser(config.load_from)
-        if not osp.isfile(config.load_from):
-            raise cli.UsageError(f'checkpoint {config.load_from} does not exist')
+        checkpoint, weights = cli.read_checkpoint(config.load_from)
+        if config.resume and not {'meta', 'message_hub'} <= checkpoint.keys():
+            raise cli.UsageError(
+                f'checkpoint {config.load_from} holds weights but no state of a run to resume: '
+                f'start from it by --cfg-options load_from={config.load_from}'
+            )
     cli.check_data(config, 'train_dataloader', 'val_dataloader')
-    cli.build_runner(config).train()
+    runner = cli.build_runner(config)
+    if weights:
+        # Fine-tuning keeps what fits, which mmengine would call a success if it were nothing.
+        cli.check_weights(runner, weights, config.load_from, whole=config.resume)
+    runner.train()
 
 
 if __name__ == '__main__':

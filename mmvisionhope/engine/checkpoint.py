@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os.path as osp
 import pickle
+import struct
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -11,6 +12,16 @@ import torch
 from mmengine.logging import HistoryBuffer, print_log
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
+
+# What reading raises of a file that is cut short, garbled, or no checkpoint at all.
+UNREADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    ValueError,
+    struct.error,
+)
 
 
 def _safe_globals() -> list:
@@ -52,8 +63,8 @@ def load_checkpoint_file(filename: str, map_location: str | Callable | None = 'c
                     filename, map_location=map_location, weights_only=True
                 )
             return torch.load(filename, map_location=map_location, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            reason = str(error).split('\n')[0]
+        except UNREADABLE as error:
+            reason = str(error).split('\n')[0] or type(error).__name__
             raise ValueError(
                 f'checkpoint {filename} cannot be read as plain weights ({reason}): it is damaged, '
                 'or it holds Python objects, which are not loaded because unpickling them would '

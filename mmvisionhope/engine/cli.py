@@ -13,6 +13,9 @@ from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.device import get_device
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
+from torch import Tensor
+
+from .checkpoint import check_match, load_checkpoint_file, state_dict_of
 
 
 class UsageError(Exception):
@@ -106,6 +109,40 @@ def build_runner(config: Config) -> Runner:
             find_unused_parameters=config.get('find_unused_parameters', False)
         ) | dict(wrapper, device_ids=None)
     return RUNNERS.build(config) if 'runner_type' in config else Runner.from_cfg(config)
+
+
+def read_checkpoint(filename: str) -> tuple[dict, dict[str, Tensor]]:
+    """A checkpoint and the weights in it.
+
+    Raises:
+        UsageError: it does not exist, or cannot be read as plain weights.
+    """
+    try:
+        checkpoint = load_checkpoint_file(filename)
+        return checkpoint, state_dict_of(checkpoint, filename)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def check_weights(
+    runner: Runner, weights: dict[str, Tensor], filename: str, whole: bool = True
+) -> None:
+    """Raise unless the weights are of the runner's model: all of them, or any if not ``whole``.
+
+    Raises:
+        UsageError: names the checkpoint and what of it does not fit.
+    """
+    model = runner.model
+    # DistributedDataParallel and test-time augmentation wrap the model that the weights are of.
+    while not weights.keys() & model.state_dict().keys() and hasattr(model, 'module'):
+        model = model.module
+    own = model.state_dict()
+    if not whole and any(n in own and own[n].shape == w.shape for n, w in weights.items()):
+        return
+    try:
+        check_match(model, weights, filename)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _datasets(config: ConfigDict) -> Iterator[ConfigDict]:
