@@ -6,7 +6,10 @@ import warnings
 from setuptools import setup
 
 # Needs no network and no GPU. Without the op the package works, slowly, and says so on first use.
-HOW = 'install g++ and run `pip install --no-build-isolation .` in an environment with torch'
+HOW = (
+    'install g++ and run `pip install --no-build-isolation .` in an environment with torch '
+    'and setuptools>=80'
+)
 
 
 def extension() -> dict:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
+from mmengine.model import PretrainedInit
 from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import CheckpointLoader
 
@@ -51,6 +52,13 @@ def test_frozen_stages_are_loaded_too(released):
     model = pretrained(path, frozen_stages=0)
     assert torch.equal(model.stages[0][0].cpe.weight, weights['stages.0.0.cpe.weight'])
     assert not model.stages[0][0].cpe.weight.requires_grad
+
+
+@pytest.mark.parametrize('type_', ['mmengine.Pretrained', PretrainedInit])
+def test_other_names_of_pretrained_are_as_strict(released, type_):
+    init_cfg = dict(type=type_, checkpoint=str(released[0]))
+    with pytest.raises(ValueError, match='another architecture'):
+        VisionHOPE('tiny', init_cfg=init_cfg).init_weights()
 
 
 @pytest.mark.parametrize('prefix', ['backbone', 'backbone.'])

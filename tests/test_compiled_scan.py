@@ -218,22 +218,35 @@ def test_offsets_are_64_bit(tmp_path):
 @pytest.mark.parametrize('capability', ['default', 'avx2'])
 def test_other_instruction_sets_agree(capability, tmp_path):
     """The same wheel on an older machine: torch's own switch chooses the kernels."""
-    tensors = arguments(7, 9, batch=2, heads=2, d=16, dtype=torch.float32)
-    grad = torch.randn_like(tensors[0])
-    torch.save((*tensors, grad), tmp_path / 'in.pt')
+    cases = []
+    for d in (16, 32, 64):
+        tensors = arguments(7, 9, batch=2, heads=2, d=d, dtype=torch.float32)
+        cases.append((*tensors, torch.randn_like(tensors[0])))
+    torch.save(cases, tmp_path / 'in.pt')
     code = (
         'import sys, torch\n'
         'from mmvisionhope.ops import directional_scan\n'
         'folder = sys.argv[1]\n'
-        '*tensors, grad = torch.load(f"{folder}/in.pt")\n'
-        'y = directional_scan(*tensors)\n'
-        'torch.save((y.detach(), *torch.autograd.grad(y, tensors, grad)), f"{folder}/out.pt")\n'
+        'out = []\n'
+        'for *tensors, grad in torch.load(f"{folder}/in.pt"):\n'
+        '    y = directional_scan(*tensors)\n'
+        '    out.append((y.detach(), *torch.autograd.grad(y, tensors, grad)))\n'
+        'torch.save(out, f"{folder}/out.pt")\n'
     )
     environment = {**os.environ, 'ATEN_CPU_CAPABILITY': capability}
     subprocess.run([sys.executable, '-c', code, str(tmp_path)], env=environment, check=True)
-    here = outputs_and_gradients(directional_scan, tensors, grad)
-    for name, there in zip(here, torch.load(tmp_path / 'out.pt'), strict=True):
-        assert relative(there, here[name]) < 1e-5, name
+    for (*tensors, grad), theirs in zip(cases, torch.load(tmp_path / 'out.pt'), strict=True):
+        here = outputs_and_gradients(directional_scan, tensors, grad)
+        for name, there in zip(here, theirs, strict=True):
+            assert relative(there, here[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize('name', ['rate', 'retention'])
+def test_a_diverged_memory_shows(name):
+    """NaN must not disappear in a clamp."""
+    tensors = arguments(4, 5, heads=1, d=16, dtype=torch.float32, grad=False)
+    tensors[NAMES.index(name)][0, 0, 3] = float('nan')
+    assert directional_scan(*tensors).isnan().any()
 
 
 def test_without_the_extension_it_says_once_what_to_do(monkeypatch):

@@ -5,6 +5,7 @@ import itertools
 import hypothesis
 import hypothesis.strategies as st
 import oracle
+import numpy as np
 import pytest
 import torch
 
@@ -178,6 +179,7 @@ def _replaced(index, change):
         (_replaced(0, lambda t: t[0]), {}, ValueError, r'z must be \(B, H, W, channels\)'),
         (_replaced(0, lambda t: t.int()), {}, TypeError, 'z must be a floating-point tensor'),
         (_replaced(0, lambda t: t[:, :0]), {}, ValueError, 'H, W, channels >= 1'),
+        (_replaced(0, lambda t: t.to(torch.float8_e5m2)), {}, TypeError, 'z must be torch.float16'),
         (_replaced(1, lambda t: t.float()), {}, TypeError, 'q must have the dtype of z'),
         (_replaced(1, lambda t: t[..., :2]), {}, ValueError, 'q must be'),
         (_replaced(2, lambda t: t[..., :2]), {}, ValueError, r'content must be \(R, nh, d, d\)'),
@@ -195,3 +197,24 @@ def _replaced(index, change):
 def test_bad_arguments_are_named(tensors, options, error, message):
     with pytest.raises(error, match=message):
         directional_scan(*tensors, **options)
+
+
+def test_a_chunk_may_be_as_long_as_an_integer():
+    tensors = arguments(3, 4, d=8, dtype=torch.float32, grad=False)
+    whole = directional_scan(*tensors, row_chunk=12, col_chunk=12)
+    assert torch.equal(
+        directional_scan(*tensors, row_chunk=2**63 - 1, col_chunk=np.int64(100)), whole
+    )
+
+
+def test_autocast_leaves_float64_alone():
+    tensors = arguments(3, 4, dtype=torch.float64, grad=False)
+    with torch.autocast('cpu', torch.bfloat16):
+        y = directional_scan(*tensors)
+    assert torch.equal(y, directional_scan(*tensors))
+
+
+def test_forward_mode_is_refused_rather_than_zero():
+    z, *rest = arguments(3, 4, d=8, dtype=torch.float32, grad=False)
+    with pytest.raises(NotImplementedError, match='not by forward-mode'):
+        torch.func.jvp(lambda z: directional_scan(z, *rest), (z,), (torch.ones_like(z),))

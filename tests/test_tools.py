@@ -208,6 +208,28 @@ def test_mistakes_end_with_one_sentence(tool, cache, unbroken, tmp_path, monkeyp
     torch.save({'state_dict': weights}, tmp_path / 'arch.pth')
     assert 'is of another architecture' in tool('test', SHAPES, tmp_path / 'arch.pth')
 
+    # The latest of a work dir is checked as one that is named.
+    work = tmp_path / 'work'
+    work.mkdir()
+    (work / 'last_checkpoint').write_text(str(work / 'epoch_1.pth'))
+    resume = ('train', SHAPES, '--work-dir', work, '--resume')
+    assert 'epoch_1.pth does not exist' in tool(*resume)
+    for size in (20000, 100):
+        (work / 'epoch_1.pth').write_bytes(checkpoint.read_bytes()[:size])
+        assert 'epoch_1.pth cannot be read' in tool(*resume)
+    (work / 'last_checkpoint').write_text(str(checkpoint))
+    other = tool(*resume, '--cfg-options', 'model.backbone.out_norm=True')
+    assert 'is of another architecture' in other
+
+
+def test_annotations_of_the_evaluator_are_looked_for_too(tool, shared):
+    options = [
+        f'{loader}_dataloader.dataset.data_root={shared / "data" / "tiny_coco"}'
+        for loader in ('train', 'val')
+    ]
+    message = tool('train', COCO, '--cfg-options', *options)
+    assert 'val_evaluator.ann_file=...' in message
+
 
 def test_training_may_start_from_weights_that_fit_in_part(unbroken, tmp_path):
     options = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=9']

@@ -78,7 +78,7 @@ def test_images_of_a_batch_do_not_mix_and_memory_format_does_not_matter():
 def test_the_scans_carry_context_across_the_whole_map():
     """The last feature of a stage-1 map depends on the first pixel through the scans alone."""
     arch = dict(embed_dims=[32], depths=[1])
-    model = VisionHOPE(arch, out_indices=0, layer_scale_init_value=1.0).eval().double()
+    model = VisionHOPE(arch, out_indices=0, layer_scale_init_value=1).eval().double()
     images = torch.randn(1, 3, 128, 128, dtype=torch.float64, requires_grad=True)
 
     def influence():
@@ -214,6 +214,10 @@ def test_bfloat16_autocast_trains():
         (dict(out_indices=(0, -1)), 'out_indices must be distinct stages out of 0 to 3'),
         (dict(out_indices=(1, 1)), 'out_indices must be distinct stages'),
         (dict(out_indices=4), 'out_indices must be distinct stages'),
+        (dict(out_indices=True), 'out_indices must be distinct stages'),
+        (dict(out_indices=None), 'out_indices must be distinct stages'),
+        (dict(drop_path_rate='0.1'), r'drop_path_rate must be in \[0, 1\)'),
+        (dict(in_channels=0), 'in_channels must be a positive integer'),
         (dict(out_indices=()), 'out_indices must be distinct stages'),
         (dict(frozen_stages=4), 'frozen_stages must be -1'),
         (dict(drop_path_rate=1.0), r'drop_path_rate must be in \[0, 1\)'),

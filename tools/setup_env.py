@@ -28,6 +28,8 @@ STEP = re.compile(r'\[(\d+)/(\d+)\]')
 
 
 def main() -> None:
+    if sys.argv[1:]:
+        sys.exit(f'{__doc__}\nIt takes no arguments.')
     wanted = fingerprint()
     if STAMP.is_file() and STAMP.read_text() == wanted:
         return

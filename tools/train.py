@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os.path as osp
 
+from mmengine.runner import find_latest_checkpoint
+
 from mmvisionhope.engine import cli
 from mmvisionhope.engine.checkpoint import register_safe_loader
 
@@ -40,7 +42,8 @@ def main() -> None:
         config.auto_scale_lr.enable = True
     if args.resume:
         config.resume = True
-        config.load_from = None if args.resume == 'auto' else args.resume
+        latest = args.resume == 'auto'
+        config.load_from = find_latest_checkpoint(config.work_dir) if latest else args.resume
     weights = None
     # Addresses are for mmengine to fetch.
     if config.get('load_from') and '://' not in config.load_from:

@@ -27,11 +27,13 @@ mvh::Type type_of(const Tensor& t) {
 }
 
 mvh::Pixels pixels(const Tensor& t) {
-  return {t.data_ptr(), type_of(t), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  return {t.data_ptr(), type_of(t), t.element_size(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
 }
 
-void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  at::parallel_for(0, count, 1, body);
+mvh::Parallel parallel() {
+  return {at::get_num_threads(), [](int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+            at::parallel_for(0, count, 1, body);
+          }};
 }
 
 // torch's own reading of the processor, which ATEN_CPU_CAPABILITY overrides.
@@ -49,24 +51,24 @@ Isa isa() {
 }
 
 void run(const Inputs<double>& in, const Outputs<double>& out) {
-  mvh::generic::forward(in, out, parallel_for);
+  mvh::generic::forward(in, out, parallel());
 }
 void run(const Inputs<double>& in, const Gradients<double>& out) {
-  mvh::generic::backward(in, out, parallel_for);
+  mvh::generic::backward(in, out, parallel());
 }
 void run(const Inputs<float>& in, const Outputs<float>& out) {
 #if defined(__x86_64__)
-  if (isa() == Isa::avx512) return mvh::avx512::forward(in, out, parallel_for);
-  if (isa() == Isa::avx2) return mvh::avx2::forward(in, out, parallel_for);
+  if (isa() == Isa::avx512) return mvh::avx512::forward(in, out, parallel());
+  if (isa() == Isa::avx2) return mvh::avx2::forward(in, out, parallel());
 #endif
-  mvh::generic::forward(in, out, parallel_for);
+  mvh::generic::forward(in, out, parallel());
 }
 void run(const Inputs<float>& in, const Gradients<float>& out) {
 #if defined(__x86_64__)
-  if (isa() == Isa::avx512) return mvh::avx512::backward(in, out, parallel_for);
-  if (isa() == Isa::avx2) return mvh::avx2::backward(in, out, parallel_for);
+  if (isa() == Isa::avx512) return mvh::avx512::backward(in, out, parallel());
+  if (isa() == Isa::avx2) return mvh::avx2::backward(in, out, parallel());
 #endif
-  mvh::generic::backward(in, out, parallel_for);
+  mvh::generic::backward(in, out, parallel());
 }
 
 // The arguments of one call, held for as long as the kernels read them.

@@ -1,6 +1,7 @@
 // What the op (cpu.cpp) and its kernels, one for each instruction set, agree on.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 
@@ -12,10 +13,16 @@ enum class Type { float32, float64, bfloat16, float16 };
 struct Pixels {
   void* data;
   Type type;
+  int64_t size;  // of an element in bytes
   int64_t batch, row, col, channel;
 
   int64_t offset(int64_t b, int64_t i, int64_t j, int64_t c) const {
     return b * batch + i * row + j * col + c * channel;
+  }
+  // Asks for a pixel that will be needed; one outside the map does no harm.
+  void prefetch(int64_t offset) const {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(data) + offset * size;
+    __builtin_prefetch(reinterpret_cast<const void*>(address));
   }
 };
 
@@ -29,7 +36,7 @@ struct Shape {
   int64_t tokens() const { return height * width; }
   bool by_columns(int64_t r) const { return direction[r] >= 2; }
   bool reversed(int64_t r) const { return direction[r] & 1; }
-  int64_t chunk(int64_t r) const { return by_columns(r) ? col_chunk : row_chunk; }
+  int64_t chunk(int64_t r) const { return std::min(by_columns(r) ? col_chunk : row_chunk, tokens()); }
   int64_t chunks(int64_t r) const { return (tokens() + chunk(r) - 1) / chunk(r); }
   // Chunks of all directions before r; for r = routes, of all directions.
   int64_t first_chunk(int64_t r) const {
@@ -37,13 +44,51 @@ struct Shape {
     for (int64_t i = 0; i < r; ++i) n += chunks(i);
     return n;
   }
-  // Whether the chunks are the rows and columns of the map, so that the memories a pixel reads
-  // depend on its row and its column alone.
-  bool aligned() const { return row_chunk == width && col_chunk == height; }
 };
 
-using ParallelFor =
-    std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
+// Directions whose chunks hold the same pixels, so that what they read is one memory, the sum of
+// theirs: those along rows, or along columns, if their chunks divide the map evenly; else each alone.
+struct Reader {
+  int64_t routes[4], count;       // of Shape
+  int64_t chunk, chunks, table;  // tokens in a chunk; how many; those of directions before routes[0]
+
+  // The chunk of this reader that is chunk c of its k-th route.
+  int64_t mirrored(const Shape& s, int64_t k, int64_t c) const {
+    return s.reversed(routes[k]) == s.reversed(routes[0]) ? c : chunks - 1 - c;
+  }
+  int64_t chunk_of(const Shape& s, int64_t i, int64_t j) const {
+    const int64_t u = s.by_columns(routes[0]) ? j * s.height + i : i * s.width + j;
+    return (s.reversed(routes[0]) ? s.tokens() - 1 - u : u) / chunk;
+  }
+};
+
+struct Readers {
+  Reader reader[4];
+  int64_t count = 0;
+
+  explicit Readers(const Shape& s) {
+    for (int64_t r = 0; r < s.routes; ++r) {
+      Reader* shared = nullptr;
+      for (int64_t k = 0; k < count; ++k)
+        if (s.by_columns(reader[k].routes[0]) == s.by_columns(r) && s.tokens() % s.chunk(r) == 0)
+          shared = &reader[k];
+      if (shared) {
+        shared->routes[shared->count++] = r;
+      } else {
+        reader[count++] = {{r}, 1, s.chunk(r), s.chunks(r), s.first_chunk(r)};
+      }
+    }
+  }
+};
+
+// How work is spread over threads. Nothing computed may depend on it.
+struct Parallel {
+  int64_t threads;
+  std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)> run;
+
+  // Whether as many equal tasks keep all threads busy.
+  bool fills(int64_t tasks) const { return tasks % threads == 0 || tasks >= 4 * threads; }
+};
 
 // Memories are contiguous, of type T: content, key, value, gains as the op documents them;
 // pass (nh, d) is the sum over directions of scale * skip.
@@ -72,8 +117,8 @@ struct Gradients {
 
 #define MVH_DECLARE_KERNELS(isa)                                                      \
   namespace isa {                                                                     \
-  void forward(const Inputs<float>&, const Outputs<float>&, const ParallelFor&);      \
-  void backward(const Inputs<float>&, const Gradients<float>&, const ParallelFor&);   \
+  void forward(const Inputs<float>&, const Outputs<float>&, const Parallel&);      \
+  void backward(const Inputs<float>&, const Gradients<float>&, const Parallel&);   \
   }
 MVH_DECLARE_KERNELS(generic)
 MVH_DECLARE_KERNELS(avx2)
@@ -82,8 +127,8 @@ MVH_DECLARE_KERNELS(avx512)
 
 // float64 is for tests: one instruction set will do.
 namespace generic {
-void forward(const Inputs<double>&, const Outputs<double>&, const ParallelFor&);
-void backward(const Inputs<double>&, const Gradients<double>&, const ParallelFor&);
+void forward(const Inputs<double>&, const Outputs<double>&, const Parallel&);
+void backward(const Inputs<double>&, const Gradients<double>&, const Parallel&);
 }  // namespace generic
 
 }  // namespace mvh

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <memory>
-#include <vector>
+#include <new>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -31,10 +31,9 @@ MVH_INLINE void with_type(Type type, F&& f) {
 }
 
 template <typename T, int D>
-MVH_INLINE void read_row(T* out, const Pixels& p, int64_t b, int64_t i, int64_t j, int64_t c) {
+MVH_INLINE void read_row(T* out, const Pixels& p, int64_t offset) {
   with_type<T>(p.type, [&](auto* type) {
-    const auto* in = static_cast<const std::remove_pointer_t<decltype(type)>*>(p.data) +
-                     p.offset(b, i, j, c);
+    const auto* in = static_cast<decltype(type)>(p.data) + offset;
     if (p.channel == 1)
       for (int e = 0; e < D; ++e) out[e] = static_cast<T>(in[e]);
     else
@@ -42,13 +41,15 @@ MVH_INLINE void read_row(T* out, const Pixels& p, int64_t b, int64_t i, int64_t 
   });
 }
 
-template <typename T>
-MVH_INLINE void write(const Pixels& p, int64_t b, int64_t i, int64_t j, int64_t c, const T* in,
-                      int64_t count) {
+template <typename T, int D>
+MVH_INLINE void write_row(const Pixels& p, int64_t offset, const T* in) {
   with_type<T>(p.type, [&](auto* type) {
+    auto* out = static_cast<decltype(type)>(p.data) + offset;
     using E = std::remove_pointer_t<decltype(type)>;
-    E* out = static_cast<E*>(p.data) + p.offset(b, i, j, c);
-    for (int64_t e = 0; e < count; ++e) out[e * p.channel] = static_cast<E>(in[e]);
+    if (p.channel == 1)
+      for (int e = 0; e < D; ++e) out[e] = static_cast<E>(in[e]);
+    else
+      for (int e = 0; e < D; ++e) out[e * p.channel] = static_cast<E>(in[e]);
   });
 }
 
@@ -61,21 +62,23 @@ MVH_INLINE Position position(const Shape& s, int64_t r, int64_t t) {
   return s.by_columns(r) ? Position{u % s.height, u / s.height} : Position{u / s.width, u % s.width};
 }
 
-// Tokens first .. first + count - 1 of direction r as rows, zeros up to a multiple of kLanes.
+// Tokens first .. first + count - 1 of direction r as rows, zeros up to a multiple of kLanes. The
+// next ones of the line are asked for: down a column every pixel is in another page.
 template <typename T, int D>
 MVH_INLINE void gather(T* rows, const Shape& s, const Pixels& z, int64_t b, int64_t r,
                        int64_t h, int64_t first, int64_t count) {
-  Position at = position(s, r, first);
-  const int64_t step = s.reversed(r) ? -1 : 1;
+  const Position at = position(s, r, first);
+  const bool columns = s.by_columns(r), reversed = s.reversed(r);
+  const int64_t length = columns ? s.height : s.width, along = columns ? at.i : at.j;
+  const int64_t step = (columns ? z.row : z.col) * (reversed ? -1 : 1);
+  const int64_t turn = (columns ? z.col : z.row) * (reversed ? -1 : 1) - (length - 1) * step;
+  int64_t left = reversed ? along + 1 : length - along;  // tokens to the end of the line
+  int64_t offset = z.offset(b, at.i, at.j, h * D);
   for (int64_t t = 0; t < count; ++t) {
-    read_row<T, D>(rows + t * D, z, b, at.i, at.j, h * D);
-    if (s.by_columns(r)) {
-      at.i += step;
-      if (at.i == s.height || at.i < 0) at = {at.i < 0 ? s.height - 1 : 0, at.j + step};
-    } else {
-      at.j += step;
-      if (at.j == s.width || at.j < 0) at = {at.i + step, at.j < 0 ? s.width - 1 : 0};
-    }
+    read_row<T, D>(rows + t * D, z, offset);
+    z.prefetch(offset + kLanes * step);
+    offset += --left ? step : turn;
+    if (!left) left = length;
   }
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(rows + count * D, rows + padded * D, T(0));
@@ -89,6 +92,21 @@ struct FlushDenormals {
   FlushDenormals() { __builtin_ia32_ldmxcsr(saved | 0x8040); }
   ~FlushDenormals() { __builtin_ia32_ldmxcsr(saved); }
 #endif
+};
+
+// Rows that start with cache lines: vectors that straddle two cost twice.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64)))) {}
+  T* get() const { return data_.get(); }
+
+ private:
+  struct Delete {
+    void operator()(T* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<T, Delete> data_;
 };
 
 // The memories of one chain at a chunk boundary. Matrices are stored by columns.
@@ -129,7 +147,9 @@ void forward_chain(const Inputs<T>& in, int64_t b, int64_t r, int64_t h, T* cont
   State<T, D> state;
   state.start(in, r, h, s.heads);
   alignas(64) T prefix[D * D], next[D * D], columns[D * D], rows[D * D];
-  alignas(64) T x[kLanes * D], k[kLanes * D], delta[kLanes * D], log_alpha[kLanes], step[kLanes];
+  alignas(64) T x[kLanes * D], k[kLanes * D], delta[kLanes * D], log_alpha[kLanes], step[kLanes],
+      pair[kLanes];
+  const Factors<T> factors{log_alpha, step, pair};
   Matrix<T, D> gain;
   gain.set_identity();
   gain.store_to(prefix);
@@ -157,7 +177,8 @@ void forward_chain(const Inputs<T>& in, int64_t b, int64_t r, int64_t h, T* cont
       lanes_to_rows<T, D>(delta, block.delta);
       store<T, kLanes>(log_alpha, block.log_alpha);
       store<T, kLanes>(step, block.step);
-      gain_block<T, D, false>(gain, k, delta, log_alpha, step, (count + 1) & ~1, nullptr);
+      pair_dots<T, D>(pair, k, k);
+      gain_block<T, D, false>(gain, k, delta, factors, (count + 1) & ~1, nullptr);
     }
     gain.store_to(columns);
     transpose<T, D>(rows, columns);
@@ -169,89 +190,151 @@ void forward_chain(const Inputs<T>& in, int64_t b, int64_t r, int64_t h, T* cont
   }
 }
 
+// One over the norm of 16 rows, as Equation 22 has it: not below 1e-12.
 template <typename T, int D>
-void forward_dims(const Inputs<T>& in, const Outputs<T>& out, const ParallelFor& parallel_for) {
-  const Shape& s = in.shape;
-  const int64_t all = s.first_chunk(s.routes), square = D * D;
-  std::unique_ptr<T[]> contents(new T[s.batch * s.heads * all * square]);
-  const auto table = [&](int64_t b, int64_t h, int64_t r) {
-    return contents.get() + ((b * s.heads + h) * all + s.first_chunk(r)) * square;
-  };
-  parallel_for(s.batch * s.routes * s.heads, [&](int64_t begin, int64_t end) {
-    FlushDenormals flush;
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t h = n % s.heads, r = n / s.heads % s.routes, b = n / s.heads / s.routes;
-      T* gains = out.gains;
-      if (gains) gains += ((b * s.heads + h) * all + s.first_chunk(r)) * square;
-      forward_chain<T, D>(in, b, r, h, table(b, h, r), gains);
-    }
-  });
+MVH_INLINE Vec<T, kLanes> inverse_norms(const T* rows) {
+  const Vec<T, kLanes> norms = vsqrt<T, kLanes>(row_dots<T, D>(rows, rows));
+  return T(1) / vmax(norms, splat<T, kLanes>(T(1e-12)));
+}
 
-  // With aligned chunks the directions of a row are read as one, and those of a column.
-  const bool aligned = s.aligned();
-  int64_t row_table = -1, col_table = -1;
-  if (aligned) {
-    for (int64_t r = 0; r < s.routes; ++r) {
-      int64_t& first = s.by_columns(r) ? col_table : row_table;
-      if (first < 0) first = r;
-    }
-    parallel_for(s.batch * s.heads, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n)
-        for (int64_t r = 0; r < s.routes; ++r) {
-          const int64_t first = s.by_columns(r) ? col_table : row_table;
-          if (r == first) continue;
-          T* into = table(n / s.heads, n % s.heads, first);
-          const T* from = table(n / s.heads, n % s.heads, r);
-          const int64_t chunks = s.chunks(r);
-          for (int64_t c = 0; c < chunks; ++c) {
-            const int64_t mirrored = s.reversed(r) == s.reversed(first) ? c : chunks - 1 - c;
-            for (int64_t e = 0; e < square; ++e)
-              into[mirrored * square + e] += from[c * square + e];
-          }
-        }
-    });
+// Adds up what each reader's routes have per chunk, in the table of its first.
+template <typename T, int D>
+void merge_tables(const Shape& s, const Readers& readers, T* tables) {
+  for (int64_t n = 0; n < readers.count; ++n) {
+    const Reader& reader = readers.reader[n];
+    for (int64_t k = 1; k < reader.count; ++k)
+      for (int64_t c = 0; c < reader.chunks; ++c) {
+        T* into = tables + (reader.table + reader.mirrored(s, k, c)) * D * D;
+        const T* from = tables + (s.first_chunk(reader.routes[k]) + c) * D * D;
+        for (int64_t e = 0; e < D * D; ++e) into[e] += from[e];
+      }
   }
+}
 
-  parallel_for(s.batch * s.heads * s.height, [&](int64_t begin, int64_t end) {
-    FlushDenormals flush;
-    using Row = typename Dim<T, D>::Row;
-    constexpr int parts = Dim<T, D>::parts;
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t i = n % s.height, h = n / s.height % s.heads, b = n / s.height / s.heads;
-      Row through[parts];
-      load_row<T, D>(through, in.pass + h * D);
-      for (int64_t j = 0; j < s.width; ++j) {
-        alignas(64) T x[D], qs[D];
-        read_row<T, D>(x, in.z, b, i, j, h * D);
-        read_row<T, D>(qs, in.q, b, i, j, h * D);
-        T square_norm = 0;
-        for (int e = 0; e < D; ++e) square_norm += qs[e] * qs[e];
-        const T inverse = T(1) / std::max(std::sqrt(square_norm), T(1e-12));
-        Row acc[parts] = {}, token[parts];
-        const auto add = [&](const T* columns) {
-          Row product[parts];
-          combine<T, D>(product, columns, qs);
-          for (int p = 0; p < parts; ++p) acc[p] += product[p];
-        };
-        if (aligned) {
-          if (row_table >= 0)
-            add(table(b, h, row_table) + (s.reversed(row_table) ? s.height - 1 - i : i) * square);
-          if (col_table >= 0)
-            add(table(b, h, col_table) + (s.reversed(col_table) ? s.width - 1 - j : j) * square);
-        } else {
-          for (int64_t r = 0; r < s.routes; ++r) {
-            const int64_t u = s.by_columns(r) ? j * s.height + i : i * s.width + j;
-            const int64_t t = s.reversed(r) ? s.tokens() - 1 - u : u;
-            add(table(b, h, r) + t / s.chunk(r) * square);
-          }
+// Pixels are read in tiles of kBand rows by kLanes columns, so that a row's memory serves all of a
+// tile's columns from registers and a column's all of its rows.
+constexpr int kBand = 4;
+struct Tile {
+  int64_t b, h, i, j, height, width;
+
+  static Tile at(const Shape& s, int64_t b, int64_t h, int64_t i, int64_t j) {
+    return {b, h, i, j, std::min<int64_t>(kBand, s.height - i), std::min<int64_t>(kLanes, s.width - j)};
+  }
+};
+MVH_INLINE int64_t bands(const Shape& s) { return (s.height + kBand - 1) / kBand; }
+
+template <typename T, int D>
+using TileRows = T[kBand * kLanes * D];  // of pixel (i, j) of the tile at (i * kLanes + j) * D
+
+// Tiles that the map ends in have zeros where they lack columns. Asks for the tile to the right.
+template <typename T, int D>
+MVH_INLINE void read_tile(T* rows, const Pixels& p, const Tile& tile) {
+  for (int64_t i = 0; i < tile.height; ++i, rows += kLanes * D) {
+    for (int64_t j = 0; j < tile.width; ++j) {
+      const int64_t offset = p.offset(tile.b, tile.i + i, tile.j + j, tile.h * D);
+      read_row<T, D>(rows + j * D, p, offset);
+      p.prefetch(offset + kLanes * p.col);
+    }
+    std::fill(rows + tile.width * D, rows + kLanes * D, T(0));
+  }
+}
+
+// out = sum over readers of M a, or of M^T a, as the tables' matrices are by columns or by rows.
+template <typename T, int D>
+MVH_INLINE void read_memories(T* out, const Shape& s, const Readers& readers, const T* tables,
+                              const Tile& tile, const T* a) {
+  constexpr int width = Dim<T, D>::width, parts = Dim<T, D>::parts;
+  for (int64_t n = 0; n < readers.count; ++n) {
+    const Reader& reader = readers.reader[n];
+    const bool columns = s.by_columns(reader.routes[0]);
+    const int64_t lines = columns ? tile.width : tile.height;
+    const int64_t line = columns ? tile.height : tile.width;
+    Matrix<T, D> memory = {};
+    int64_t loaded = -1;
+    for (int64_t outer = 0; outer < lines; ++outer)
+      for (int64_t inner = 0; inner < line; ++inner) {
+        const int64_t i = columns ? inner : outer, j = columns ? outer : inner;
+        const int64_t c = reader.chunk_of(s, tile.i + i, tile.j + j);
+        if (c != loaded) memory.load_from(tables + (reader.table + c) * D * D);
+        loaded = c;
+        const T* from = a + (i * kLanes + j) * D;
+        T* into = out + (i * kLanes + j) * D;
+        for (int p = 0; p < parts; ++p) {
+          typename Dim<T, D>::Row acc[4] = {};
+          if (n) acc[0] = load<T, width>(into + p * width);
+          for (int e = 0; e < D; ++e) acc[e & 3] += from[e] * memory.v[e][p];
+          store<T, width>(into + p * width, (acc[0] + acc[1]) + (acc[2] + acc[3]));
         }
-        load_row<T, D>(token, x);
-        for (int p = 0; p < parts; ++p) acc[p] = acc[p] * inverse + through[p] * token[p];
-        store_row<T, D>(x, acc);
-        write<T>(out.y, b, i, j, h * D, x, D);
+      }
+  }
+}
+
+// y of one head in a band of rows of image b (25, 26).
+template <typename T, int D>
+void forward_reads(const Inputs<T>& in, const Outputs<T>& out, const Readers& readers, int64_t b,
+                   int64_t h, int64_t band, const T* tables) {
+  const Shape& s = in.shape;
+  constexpr int parts = Dim<T, D>::parts;
+  typename Dim<T, D>::Row through[parts], y[parts], x[parts];
+  load_row<T, D>(through, in.pass + h * D);
+  alignas(64) TileRows<T, D> q, z, read;
+  alignas(64) T inverse[kLanes];
+  for (int64_t j = 0; j < s.width; j += kLanes) {
+    const Tile tile = Tile::at(s, b, h, band * kBand, j);
+    read_tile<T, D>(q, in.q, tile);
+    read_tile<T, D>(z, in.z, tile);
+    read_memories<T, D>(read, s, readers, tables, tile, q);
+    for (int64_t i = 0; i < tile.height; ++i) {
+      store<T, kLanes>(inverse, inverse_norms<T, D>(q + i * kLanes * D));
+      for (int64_t t = 0; t < tile.width; ++t) {
+        T* row = read + (i * kLanes + t) * D;
+        load_row<T, D>(y, row);
+        load_row<T, D>(x, z + (i * kLanes + t) * D);
+        for (int p = 0; p < parts; ++p) y[p] = y[p] * inverse[t] + through[p] * x[p];
+        store_row<T, D>(row, y);
+        write_row<T, D>(out.y, out.y.offset(b, tile.i + i, j + t, h * D), row);
       }
     }
-  });
+  }
+}
+
+template <typename T, int D>
+void forward_dims(const Inputs<T>& in, const Outputs<T>& out, const Parallel& parallel) {
+  const Shape& s = in.shape;
+  const Readers readers(s);
+  const int64_t units = s.batch * s.heads, all = s.first_chunk(s.routes), size = all * D * D;
+  const auto chain = [&](int64_t n, int64_t r, T* tables) {
+    const int64_t first = s.first_chunk(r) * D * D;
+    forward_chain<T, D>(in, n / s.heads, r, n % s.heads, tables + first,
+                        out.gains ? out.gains + n * size + first : nullptr);
+  };
+  const auto read = [&](int64_t n, int64_t band, const T* tables) {
+    forward_reads<T, D>(in, out, readers, n / s.heads, n % s.heads, band, tables);
+  };
+  // A head of an image at a time if that is work for all threads: its tables stay in cache.
+  if (parallel.fills(units)) {
+    parallel.run(units, [&](int64_t begin, int64_t end) {
+      FlushDenormals flush;
+      const Buffer<T> tables(size);
+      for (int64_t n = begin; n < end; ++n) {
+        for (int64_t r = 0; r < s.routes; ++r) chain(n, r, tables.get());
+        merge_tables<T, D>(s, readers, tables.get());
+        for (int64_t band = 0; band < bands(s); ++band) read(n, band, tables.get());
+      }
+    });
+    return;
+  }
+  const Buffer<T> buffer(units * size);
+  const auto each = [&](int64_t tasks, auto&& task) {  // task(unit, which of its parts, its tables)
+    parallel.run(units * tasks, [&](int64_t begin, int64_t end) {
+      FlushDenormals flush;
+      for (int64_t n = begin; n < end; ++n)
+        task(n / tasks, n % tasks, buffer.get() + n / tasks * size);
+    });
+  };
+  each(s.routes, chain);
+  each(1, [&](int64_t, int64_t, T* tables) { merge_tables<T, D>(s, readers, tables); });
+  each(bands(s), read);
 }
 
 // Gradients of the initial memories of one chain. Matrices by columns.
@@ -289,19 +372,26 @@ template <typename T, int D>
 struct Workspace {
   int64_t padded;
   std::unique_ptr<TokenBlock<T, D>[]> blocks;
-  std::vector<T> storage;
-  T *x, *k, *delta, *u, *w, *v, *gk, *gv, *log_alpha, *step;
+  Buffer<T> storage;
+  T *x, *k, *delta, *u, *w, *v, *gk, *gv, *log_alpha, *step, *kk, *uw;
 
-  explicit Workspace(int64_t chunk) : padded((chunk + kLanes - 1) / kLanes * kLanes) {
-    blocks.reset(new TokenBlock<T, D>[padded / kLanes]);
-    storage.resize(padded * (8 * D + 2));
-    T* p = storage.data();
+  Factors<T> factors(const T* pair, int64_t first) const {
+    return {log_alpha + first, step + first, pair + first};
+  }
+
+  explicit Workspace(int64_t chunk)
+      : padded((chunk + kLanes - 1) / kLanes * kLanes),
+        blocks(new TokenBlock<T, D>[padded / kLanes]),
+        storage(padded * (8 * D + 4)) {
+    T* p = storage.get();
     for (T** array : {&x, &k, &delta, &u, &w, &v, &gk, &gv}) {
       *array = p;
       p += padded * D;
     }
-    log_alpha = p;
-    step = p + padded;
+    for (T** array : {&log_alpha, &step, &kk, &uw}) {
+      *array = p;
+      p += padded;
+    }
   }
 };
 
@@ -344,15 +434,17 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
     lanes_to_rows<T, D>(w.delta + first * D, block.delta);
     store<T, kLanes>(w.log_alpha + first, block.log_alpha);
     store<T, kLanes>(w.step + first, block.step);
-    gain_block<T, D, false>(gain, w.k + first * D, w.delta + first * D, w.log_alpha + first,
-                            w.step + first, even(n), w.u + first * D);
+    pair_dots<T, D>(w.kk + first, w.k + first * D, w.k + first * D);
+    gain_block<T, D, false>(gain, w.k + first * D, w.delta + first * D, w.factors(w.kk, first),
+                            even(n), w.u + first * D);
   }
   gain.store_to(gain_columns);
 
   for (int64_t n = blocks - 1; n >= 0; --n) {
     const int64_t first = n * kLanes;
-    gain_block<T, D, true>(adjoint, w.k + first * D, nullptr, w.log_alpha + first, w.step + first,
-                           even(n), w.w + first * D);
+    gain_block<T, D, true>(adjoint, w.k + first * D, nullptr, w.factors(w.kk, first), even(n),
+                           w.w + first * D);
+    pair_dots<T, D>(w.uw + first, w.u + first * D, w.w + first * D);
   }
   T carry = 0;  // <G_0, D_0>, the trace of D_0
   for (int j = 0; j < D; ++j) carry += adjoint.v[j][j / Dim<T, D>::width][j % Dim<T, D>::width];
@@ -360,14 +452,14 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
   for (int64_t n = 0; n < blocks; ++n) {
     const int64_t first = n * kLanes;
     transposed_block<T, D, false>(transposed, w.k + first * D, w.u + first * D, w.w + first * D,
-                                  w.log_alpha + first, w.step + first, even(n), w.v + first * D);
+                                  w.factors(w.uw, first), even(n), w.v + first * D);
   }
   transpose<T, D>(gain_rows, buffer);
   transposed.load_from(gain_rows);
   for (int64_t n = blocks - 1; n >= 0; --n) {
     const int64_t first = n * kLanes;
     transposed_block<T, D, true>(transposed, w.k + first * D, w.w + first * D, w.u + first * D,
-                                 w.log_alpha + first, w.step + first, even(n), w.v + first * D);
+                                 w.factors(w.uw, first), even(n), w.v + first * D);
   }
 
   // dM_b = dM_C G^T + what the tokens' quantities add.
@@ -413,138 +505,234 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
   add_outer<T, D>(grad.value, w.gv, w.x, count);
 }
 
-// Gradients of one chain. dz and dq are those of its direction: (B, H, W, nh * d), contiguous.
+// The backward of one head of one image, in steps of independent tasks.
 template <typename T, int D>
-void backward_chain(const Inputs<T>& in, const Gradients<T>& out, int64_t b, int64_t r, int64_t h,
-                    const T* gains, T* dz, T* dq, StateGradient<T, D>& grad, T* grad_scale) {
-  const Shape& s = in.shape;
+struct BackwardHead {
+  const Inputs<T>& in;
+  const Gradients<T>& out;
+  const Readers& readers;
+  int64_t b, h;
+  T* contents;   // of every chunk of every route, by rows
+  T* tables;     // what readers read, by rows; then what read: sum_t dy_t q_t^T / |q_t|, by columns
+  T* dz;         // (slots, H, W, d)
+  int64_t slots;  // one for each route, or a single one that they add to in turn
+
   using Row = typename Dim<T, D>::Row;
-  constexpr int parts = Dim<T, D>::parts;
-  const int64_t chunk = std::min(s.chunk(r), s.tokens()), chunks = s.chunks(r);
-  const int64_t head = (r * s.heads + h) * D;
-  Workspace<T, D> w(chunk);
-  alignas(64) T content[D * D], key[D * D], value[D * D], content_columns[D * D];
-  Generators<T, D> columns;
-  Row lambda[parts], grad_lambda[parts] = {};
-  load_row<T, D>(lambda, in.scale + head);
+  static constexpr int parts = Dim<T, D>::parts, square = D * D;
 
-  for (int64_t c = chunks - 1; c >= 0; --c) {
-    const int64_t first = c * s.chunk(r), count = std::min(chunk, s.tokens() - first);
-    const T* prefix = gains + c * D * D;  // the memories are the initial ones times this (B.4)
-    multiply<T, D>(content, in.content + head * D, prefix);
-    transpose<T, D>(content_columns, content);
-    const auto row_of = [&](T* map, Position at) {
-      return map + (((b * s.height + at.i) * s.width + at.j) * s.heads + h) * D;
-    };
-    const auto each = [&](auto&& visit) {
-      for (int64_t t = 0; t < count; ++t) visit(t, position(s, r, first + t));
-    };
-    if (c < chunks - 1) {
-      multiply<T, D>(key, in.key + head * D, prefix);
-      multiply<T, D>(value, in.value + head * D, prefix);
-      transpose<T, D>(columns.key, key);
-      transpose<T, D>(columns.value, value);
-      Row row[parts];
-      combine<T, D>(row, prefix, in.rate + head);
-      store_row<T, D>(columns.rate, row);
-      combine<T, D>(row, prefix, in.retention + head);
-      store_row<T, D>(columns.retention, row);
-      gather<T, D>(w.x, s, in.z, b, r, h, first, count);
-      backward_tokens<T, D>(w, grad, columns, content, key, value, count);
-      each([&](int64_t t, Position at) { std::copy_n(w.u + t * D, D, row_of(dz, at)); });
-    } else {
-      each([&](int64_t, Position at) { std::fill_n(row_of(dz, at), D, T(0)); });
-    }
+  // Values, aligned: contents, tables and dz.
+  static int64_t workspace(const Shape& s, int64_t slots) {
+    return 2 * s.first_chunk(s.routes) * square + slots * s.tokens() * D;
+  }
+  BackwardHead(const Inputs<T>& in, const Gradients<T>& out, const Readers& readers, int64_t unit,
+               T* buffer, int64_t slots)
+      : in(in), out(out), readers(readers), b(unit / in.shape.heads), h(unit % in.shape.heads),
+        contents(buffer), tables(buffer + in.shape.first_chunk(in.shape.routes) * square),
+        dz(tables + in.shape.first_chunk(in.shape.routes) * square), slots(slots) {}
 
-    // Reads: y = scale * (M q / |q|).
-    gather<T, D>(w.x, s, in.q, b, r, h, first, count);
-    gather<T, D>(w.k, s, out.dy, b, r, h, first, count);
-    each([&](int64_t t, Position at) {
-      T* query = w.x + t * D;
-      Row d[parts], g[parts], n[parts];
-      load_row<T, D>(d, w.k + t * D);
-      T norm = 0;
-      for (int e = 0; e < D; ++e) norm += query[e] * query[e];
-      norm = std::sqrt(norm);
-      const T inverse = T(1) / std::max(norm, T(1e-12));
-      load_row<T, D>(n, query);
-      for (int p = 0; p < parts; ++p) {
-        n[p] *= inverse;
-        d[p] *= lambda[p];
-      }
-      store_row<T, D>(query, n);
-      alignas(64) T scaled[D], back[D];
-      store_row<T, D>(scaled, d);
-      combine<T, D>(g, content, scaled);
-      store_row<T, D>(back, g);
-      T along = 0;
-      for (int e = 0; e < D; ++e) along += back[e] * query[e];
-      if (norm <= T(1e-12)) along = 0;
-      for (int p = 0; p < parts; ++p) g[p] = inverse * (g[p] - along * n[p]);
-      store_row<T, D>(row_of(dq, at), g);
-    });
-    alignas(64) T outer[D * D] = {};
-    add_outer<T, D>(outer, w.k, w.x, count);
-    for (int j = 0; j < D; ++j) {
-      Row e[parts], column[parts];
-      load_row<T, D>(e, outer + j * D);
-      load_row<T, D>(column, content_columns + j * D);
-      for (int p = 0; p < parts; ++p) {
-        grad_lambda[p] += e[p] * column[p];
-        e[p] *= lambda[p];
-      }
-      add_to<T, D>(grad.content + j * D, e);
+  int64_t head(int64_t r) const { return (r * in.shape.heads + h) * D; }
+  const T* gains(int64_t r) const {
+    const Shape& s = in.shape;
+    return out.gains + ((b * s.heads + h) * s.first_chunk(s.routes) + s.first_chunk(r)) * square;
+  }
+
+  // The memories are the initial ones times the product of the gains (B.4).
+  void memories(int64_t r) const {
+    const int64_t first = in.shape.first_chunk(r);
+    for (int64_t c = 0; c < in.shape.chunks(r); ++c) {
+      const T* scale = in.scale + head(r);
+      T* content = contents + (first + c) * square;
+      T* scaled = tables + (first + c) * square;
+      multiply<T, D>(content, in.content + head(r) * D, gains(r) + c * square);
+      for (int e = 0; e < D; ++e)
+        for (int j = 0; j < D; ++j) scaled[e * D + j] = scale[e] * content[e * D + j];
     }
   }
-  store_row<T, D>(grad_scale, grad_lambda);
-}
 
-template <typename T, int D>
-void backward_dims(const Inputs<T>& in, const Gradients<T>& out, const ParallelFor& parallel_for) {
-  const Shape& s = in.shape;
-  const int64_t all = s.first_chunk(s.routes), width = s.heads * D;
-  const int64_t map = s.batch * s.tokens() * width;
-  std::unique_ptr<T[]> parts_z(new T[s.routes * map]), parts_q(new T[s.routes * map]);
-  parallel_for(s.batch * s.routes * s.heads, [&](int64_t begin, int64_t end) {
-    FlushDenormals flush;
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t h = n % s.heads, r = n / s.heads % s.routes, b = n / s.heads / s.routes;
-      const T* gains = out.gains + ((b * s.heads + h) * all + s.first_chunk(r)) * D * D;
-      StateGradient<T, D> grad;
-      backward_chain<T, D>(in, out, b, r, h, gains, parts_z.get() + r * map,
-                           parts_q.get() + r * map, grad, out.scale + n * D);
-      transpose<T, D>(out.content + n * D * D, grad.content);
-      transpose<T, D>(out.key + n * D * D, grad.key);
-      transpose<T, D>(out.value + n * D * D, grad.value);
-      std::copy_n(grad.rate, D, out.rate + n * D);
-      std::copy_n(grad.retention, D, out.retention + n * D);
-    }
-  });
+  void merge() const { merge_tables<T, D>(in.shape, readers, tables); }
 
-  // Directions in their order, whatever thread computed them; then the skip connection.
-  parallel_for(s.batch * s.height, [&](int64_t begin, int64_t end) {
-    FlushDenormals flush;
-    std::vector<T> sum_z(width), sum_q(width), dy(width);
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t b = n / s.height, i = n % s.height;
-      for (int64_t j = 0; j < s.width; ++j) {
-        const int64_t offset = (n * s.width + j) * width;
-        for (int64_t h = 0; h < s.heads; ++h)
-          read_row<T, D>(dy.data() + h * D, out.dy, b, i, j, h * D);
-        for (int64_t e = 0; e < width; ++e) {
-          sum_z[e] = in.pass[e] * dy[e];
-          sum_q[e] = 0;
+  // dq of a band of rows: of M q / |q| for the sum M of the memories.
+  void queries(int64_t band) const {
+    const Shape& s = in.shape;
+    alignas(64) TileRows<T, D> q, dy, read;
+    alignas(64) T inverse[kLanes];
+    for (int64_t j = 0; j < s.width; j += kLanes) {
+      const Tile tile = Tile::at(s, b, h, band * kBand, j);
+      read_tile<T, D>(q, in.q, tile);
+      read_tile<T, D>(dy, out.dy, tile);
+      read_memories<T, D>(read, s, readers, tables, tile, dy);
+      for (int64_t i = 0; i < tile.height; ++i) {
+        const T* rows = q + i * kLanes * D;
+        const Vec<T, kLanes> norms = inverse_norms<T, D>(rows);
+        // Along q nothing changes, except below the least norm, which is a constant.
+        const Vec<T, kLanes> along =
+            norms < T(1e12) ? row_dots<T, D>(rows, read + i * kLanes * D) * (norms * norms) : Vec<T, kLanes>{};
+        store<T, kLanes>(inverse, norms);
+        for (int64_t t = 0; t < tile.width; ++t) {
+          T* row = read + (i * kLanes + t) * D;
+          Row g[parts], n[parts];
+          load_row<T, D>(g, row);
+          load_row<T, D>(n, rows + t * D);
+          for (int p = 0; p < parts; ++p) g[p] = inverse[t] * (g[p] - along[t] * n[p]);
+          store_row<T, D>(row, g);
+          write_row<T, D>(out.dq, out.dq.offset(b, tile.i + i, j + t, h * D), row);
         }
-        for (int64_t r = 0; r < s.routes; ++r)
-          for (int64_t e = 0; e < width; ++e) {
-            sum_z[e] += parts_z[r * map + offset + e];
-            sum_q[e] += parts_q[r * map + offset + e];
-          }
-        write<T>(out.dz, b, i, j, 0, sum_z.data(), width);
-        write<T>(out.dq, b, i, j, 0, sum_q.data(), width);
       }
     }
-  });
+  }
+
+  // What the tokens of chunk c of reader n read, in the place of its memory.
+  void collect(int64_t n, int64_t c) const {
+    const Shape& s = in.shape;
+    const Reader& reader = readers.reader[n];
+    alignas(64) T q[kLanes * D], dy[kLanes * D], inverse[kLanes], sum[square] = {};
+    const int64_t end = std::min((c + 1) * reader.chunk, s.tokens());
+    for (int64_t first = c * reader.chunk; first < end; first += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, end - first);
+      gather<T, D>(q, s, in.q, b, reader.routes[0], h, first, count);
+      gather<T, D>(dy, s, out.dy, b, reader.routes[0], h, first, count);
+      store<T, kLanes>(inverse, inverse_norms<T, D>(q));
+      for (int64_t t = 0; t < count; ++t) {
+        Row row[parts];
+        load_row<T, D>(row, dy + t * D);
+        for (int p = 0; p < parts; ++p) row[p] *= inverse[t];
+        store_row<T, D>(dy + t * D, row);
+      }
+      add_outer<T, D>(sum, dy, q, count);
+    }
+    std::copy_n(sum, square, tables + (reader.table + c) * square);
+  }
+
+  // The gradient of what route r read at chunk c.
+  const T* reads(int64_t r, int64_t c) const {
+    for (int64_t n = 0; n < readers.count; ++n)
+      for (int64_t k = 0; k < readers.reader[n].count; ++k)
+        if (readers.reader[n].routes[k] == r)
+          return tables +
+                 (readers.reader[n].table + readers.reader[n].mirrored(in.shape, k, c)) * square;
+    return nullptr;  // every route has its reader
+  }
+
+  // The chain of route r: gradients of its memories and scale, and its share of dz.
+  void chain(int64_t r) const {
+    const Shape& s = in.shape;
+    const int64_t chunk = s.chunk(r), chunks = s.chunks(r);
+    const bool add = slots == 1 && r > 0;
+    T* map = dz + (slots == 1 ? 0 : r) * s.tokens() * D;
+    Workspace<T, D> w(chunk);
+    StateGradient<T, D> grad;
+    alignas(64) T key[square], value[square], columns[square];
+    Generators<T, D> generators;
+    Row lambda[parts], grad_lambda[parts] = {};
+    load_row<T, D>(lambda, in.scale + head(r));
+
+    for (int64_t c = chunks - 1; c >= 0; --c) {
+      const int64_t first = c * chunk, count = std::min(chunk, s.tokens() - first);
+      const T* content = contents + (s.first_chunk(r) + c) * square;
+      if (c < chunks - 1) {
+        const T* prefix = gains(r) + c * square;
+        multiply<T, D>(key, in.key + head(r) * D, prefix);
+        multiply<T, D>(value, in.value + head(r) * D, prefix);
+        transpose<T, D>(generators.key, key);
+        transpose<T, D>(generators.value, value);
+        Row row[parts];
+        combine<T, D>(row, prefix, in.rate + head(r));
+        store_row<T, D>(generators.rate, row);
+        combine<T, D>(row, prefix, in.retention + head(r));
+        store_row<T, D>(generators.retention, row);
+        gather<T, D>(w.x, s, in.z, b, r, h, first, count);
+        backward_tokens<T, D>(w, grad, generators, content, key, value, count);
+      } else {
+        std::fill_n(w.u, count * D, T(0));  // nobody reads what they did
+      }
+      for (int64_t t = 0; t < count; ++t) {
+        const Position at = position(s, r, first + t);
+        T* into = map + (at.i * s.width + at.j) * D;
+        Row row[parts];
+        load_row<T, D>(row, w.u + t * D);
+        if (add) add_to<T, D>(into, row);
+        else store_row<T, D>(into, row);
+      }
+
+      transpose<T, D>(columns, content);
+      const T* read = reads(r, c);
+      for (int j = 0; j < D; ++j) {
+        Row e[parts], column[parts];
+        load_row<T, D>(e, read + j * D);
+        load_row<T, D>(column, columns + j * D);
+        for (int p = 0; p < parts; ++p) {
+          grad_lambda[p] += e[p] * column[p];
+          e[p] *= lambda[p];
+        }
+        add_to<T, D>(grad.content + j * D, e);
+      }
+    }
+    const int64_t n = (b * s.routes + r) * s.heads + h;
+    store_row<T, D>(out.scale + n * D, grad_lambda);
+    transpose<T, D>(out.content + n * square, grad.content);
+    transpose<T, D>(out.key + n * square, grad.key);
+    transpose<T, D>(out.value + n * square, grad.value);
+    std::copy_n(grad.rate, D, out.rate + n * D);
+    std::copy_n(grad.retention, D, out.retention + n * D);
+  }
+
+  // dz of row i: of the routes in their order, and of the skip connection.
+  void inputs(int64_t i) const {
+    const Shape& s = in.shape;
+    const T* pass = in.pass + h * D;
+    alignas(64) T dy[D], sum[D];
+    for (int64_t j = 0; j < s.width; ++j) {
+      read_row<T, D>(dy, out.dy, out.dy.offset(b, i, j, h * D));
+      const T* from = dz + (i * s.width + j) * D;
+      std::copy_n(from, D, sum);
+      for (int64_t slot = 1; slot < slots; ++slot)
+        for (int e = 0; e < D; ++e) sum[e] += from[slot * s.tokens() * D + e];
+      for (int e = 0; e < D; ++e) sum[e] += pass[e] * dy[e];
+      write_row<T, D>(out.dz, out.dz.offset(b, i, j, h * D), sum);
+    }
+  }
+};
+
+template <typename T, int D>
+void backward_dims(const Inputs<T>& in, const Gradients<T>& out, const Parallel& parallel) {
+  using Head = BackwardHead<T, D>;
+  const Shape& s = in.shape;
+  const Readers readers(s);
+  const int64_t units = s.batch * s.heads;
+  // As in the forward.
+  if (parallel.fills(units)) {
+    parallel.run(units, [&](int64_t begin, int64_t end) {
+      FlushDenormals flush;
+      const Buffer<T> buffer(Head::workspace(s, 1));
+      for (int64_t n = begin; n < end; ++n) {
+        const Head head(in, out, readers, n, buffer.get(), 1);
+        for (int64_t r = 0; r < s.routes; ++r) head.memories(r);
+        head.merge();
+        for (int64_t band = 0; band < bands(s); ++band) head.queries(band);
+        for (int64_t k = 0; k < readers.count; ++k)
+          for (int64_t c = 0; c < readers.reader[k].chunks; ++c) head.collect(k, c);
+        for (int64_t r = 0; r < s.routes; ++r) head.chain(r);
+        for (int64_t i = 0; i < s.height; ++i) head.inputs(i);
+      }
+    });
+    return;
+  }
+  const int64_t size = Head::workspace(s, s.routes);
+  const Buffer<T> buffer(units * size);
+  const auto each = [&](int64_t tasks, auto&& task) {  // task(head, which of its parts)
+    parallel.run(units * tasks, [&](int64_t begin, int64_t end) {
+      FlushDenormals flush;
+      for (int64_t n = begin; n < end; ++n)
+        task(Head(in, out, readers, n / tasks, buffer.get() + n / tasks * size, s.routes), n % tasks);
+    });
+  };
+  each(s.routes, [](const Head& head, int64_t r) { head.memories(r); });
+  each(1, [](const Head& head, int64_t) { head.merge(); });
+  each(bands(s), [](const Head& head, int64_t band) { head.queries(band); });
+  for (int64_t k = 0; k < readers.count; ++k)
+    each(readers.reader[k].chunks, [k](const Head& head, int64_t c) { head.collect(k, c); });
+  each(s.routes, [](const Head& head, int64_t r) { head.chain(r); });
+  each(s.height, [](const Head& head, int64_t i) { head.inputs(i); });
 }
 
 // The head dimensions there are kernels for; the op asks for no other.
@@ -560,20 +748,20 @@ void backward_dims(const Inputs<T>& in, const Gradients<T>& out, const ParallelF
 template <typename T>
 struct Kernel {
   template <int D>
-  static void forward(const Inputs<T>& in, const Outputs<T>& out, const ParallelFor& f) {
+  static void forward(const Inputs<T>& in, const Outputs<T>& out, const Parallel& f) {
     forward_dims<T, D>(in, out, f);
   }
   template <int D>
-  static void backward(const Inputs<T>& in, const Gradients<T>& out, const ParallelFor& f) {
+  static void backward(const Inputs<T>& in, const Gradients<T>& out, const Parallel& f) {
     backward_dims<T, D>(in, out, f);
   }
 };
 
 #define MVH_DEFINE_KERNELS(T)                                                              \
-  void forward(const Inputs<T>& in, const Outputs<T>& out, const ParallelFor& f) {         \
+  void forward(const Inputs<T>& in, const Outputs<T>& out, const Parallel& f) {         \
     MVH_FOR_DIMS(Kernel<T>::template forward, in.shape.dims, in, out, f)                   \
   }                                                                                        \
-  void backward(const Inputs<T>& in, const Gradients<T>& out, const ParallelFor& f) {      \
+  void backward(const Inputs<T>& in, const Gradients<T>& out, const Parallel& f) {      \
     MVH_FOR_DIMS(Kernel<T>::template backward, in.shape.dims, in, out, f)                  \
   }
 

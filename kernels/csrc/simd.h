@@ -36,14 +36,32 @@ MVH_INLINE Vec<T, N> splat(T x) {
   return x - Vec<T, N>{};
 }
 
+// Lanes are written through arrays, never by subscript: GCC 12 makes of loops that do so aligned
+// stores to addresses that are not.
+template <typename T, int N, typename F>
+MVH_INLINE Vec<T, N> generate(F&& f) {
+  alignas(64) T lanes[N];
+  for (int i = 0; i < N; ++i) lanes[i] = f(i);
+  return load<T, N>(lanes);
+}
+
+template <typename T, int N, typename F>
+MVH_INLINE Vec<T, N> map(Vec<T, N> x, F&& f) {
+  alignas(64) T lanes[N];
+  store<T, N>(lanes, x);
+  for (int i = 0; i < N; ++i) lanes[i] = f(lanes[i]);
+  return load<T, N>(lanes);
+}
+
+// The smaller and the larger; a NaN in a stays one.
 template <typename V>
 MVH_INLINE V vmin(V a, V b) {
-  return a < b ? a : b;
+  return b < a ? b : a;
 }
 
 template <typename V>
 MVH_INLINE V vmax(V a, V b) {
-  return a > b ? a : b;
+  return b > a ? b : a;
 }
 
 // exp(x) for x <= 0 in float32, within 2 ulp; 0 below -87. The power of two is assembled in the
@@ -76,8 +94,7 @@ MVH_INLINE Vec<float, N> exp_nonpositive(Vec<float, N> x) {
 
 template <int N>
 MVH_INLINE Vec<double, N> exp_nonpositive(Vec<double, N> x) {
-  for (int i = 0; i < N; ++i) x[i] = std::exp(x[i]);
-  return x;
+  return map<double, N>(x, [](double a) { return std::exp(a); });
 }
 
 // log(1 + e) for 0 < e <= 1, by 2 atanh(e / (2 + e)): small e keep their relative accuracy.
@@ -96,14 +113,12 @@ MVH_INLINE Vec<float, N> log1p_unit(Vec<float, N> e) {
 
 template <int N>
 MVH_INLINE Vec<double, N> log1p_unit(Vec<double, N> e) {
-  for (int i = 0; i < N; ++i) e[i] = std::log1p(e[i]);
-  return e;
+  return map<double, N>(e, [](double a) { return std::log1p(a); });
 }
 
 template <typename T, int N>
 MVH_INLINE Vec<T, N> vsqrt(Vec<T, N> x) {
-  for (int i = 0; i < N; ++i) x[i] = std::sqrt(x[i]);
-  return x;
+  return map<T, N>(x, [](T a) { return std::sqrt(a); });
 }
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -112,6 +127,53 @@ MVH_INLINE Vec<T, N> vsqrt(Vec<T, N> x) {
 #define MVH_SHUFFLE(a, b, ...) \
   __builtin_shuffle(a, b, Vec<std::conditional_t<sizeof(a[0]) == 4, int32_t, int64_t>, 16>{__VA_ARGS__})
 #endif
+
+// Lanes moved up by N, zeros moved in.
+template <typename T, int N>
+MVH_INLINE Vec<T, 16> shift_up(Vec<T, 16> a) {
+  const Vec<T, 16> z{};
+  if constexpr (N == 1) return MVH_SHUFFLE(z, a, 0, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30);
+  if constexpr (N == 2) return MVH_SHUFFLE(z, a, 0, 1, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29);
+  if constexpr (N == 4) return MVH_SHUFFLE(z, a, 0, 1, 2, 3, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27);
+  if constexpr (N == 8) return MVH_SHUFFLE(z, a, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+}
+
+template <typename T>
+MVH_INLINE Vec<T, 16> prefix_sum(Vec<T, 16> a) {
+  a += shift_up<T, 1>(a);
+  a += shift_up<T, 2>(a);
+  a += shift_up<T, 4>(a);
+  return a + shift_up<T, 8>(a);
+}
+
+template <typename T>
+MVH_INLINE Vec<T, 16> reversed(Vec<T, 16> a) {
+  return MVH_SHUFFLE(a, a, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+}
+
+// The sums of 8 vectors' lanes, each twice: out[2 n] = out[2 n + 1] = sum of v[n].
+template <typename T>
+MVH_INLINE Vec<T, 16> sum_pairs(const Vec<T, 16>* v) {
+  using V = Vec<T, 16>;
+  V half[4], quarter[2];
+  for (int n = 0; n < 4; ++n)
+    half[n] = MVH_SHUFFLE(v[n], v[n + 4], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+              MVH_SHUFFLE(v[n], v[n + 4], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int n = 0; n < 2; ++n)
+    quarter[n] =
+        MVH_SHUFFLE(half[n], half[n + 2], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+        MVH_SHUFFLE(half[n], half[n + 2], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  const V eighth =
+      MVH_SHUFFLE(quarter[0], quarter[1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+      MVH_SHUFFLE(quarter[0], quarter[1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  return eighth + MVH_SHUFFLE(eighth, eighth, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+}
+
+// Even lanes of a, odd lanes of b.
+template <typename T>
+MVH_INLINE Vec<T, 16> alternate(Vec<T, 16> a, Vec<T, 16> b) {
+  return MVH_SHUFFLE(a, b, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+}
 
 // In-register transpose of 16 x 16, by exchanging blocks of 1, 2, 4 and 8.
 template <typename T>

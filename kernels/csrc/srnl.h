@@ -32,13 +32,11 @@ struct Matrix {
   static constexpr int parts = Dim<T, D>::parts;
   Row v[D][parts];
 
-  MVH_INLINE void set_zero() {
-    for (int j = 0; j < D; ++j)
-      for (int p = 0; p < parts; ++p) v[j][p] = Row{};
-  }
   MVH_INLINE void set_identity() {
-    set_zero();
-    for (int j = 0; j < D; ++j) v[j][j / Dim<T, D>::width][j % Dim<T, D>::width] = T(1);
+    constexpr int width = Dim<T, D>::width;
+    for (int j = 0; j < D; ++j)
+      for (int p = 0; p < parts; ++p)
+        v[j][p] = generate<T, width>([&](int i) { return T(p * width + i == j); });
   }
   MVH_INLINE void load_from(const T* p) {
     for (int j = 0; j < D; ++j)
@@ -122,8 +120,7 @@ MVH_INLINE void rows_to_lanes(Vec<T, kLanes>* lanes, const T* rows) {
       transpose16<T>(lanes + b);
     }
   } else {
-    for (int i = 0; i < D; ++i)
-      for (int t = 0; t < kLanes; ++t) lanes[i][t] = rows[t * D + i];
+    for (int i = 0; i < D; ++i) lanes[i] = generate<T, kLanes>([&](int t) { return rows[t * D + i]; });
   }
 }
 
@@ -137,8 +134,11 @@ MVH_INLINE void lanes_to_rows(T* rows, const Vec<T, kLanes>* lanes) {
       for (int t = 0; t < 16; ++t) store<T, 16>(rows + t * D + b, r[t]);
     }
   } else {
-    for (int i = 0; i < D; ++i)
-      for (int t = 0; t < kLanes; ++t) rows[t * D + i] = lanes[i][t];
+    alignas(64) T column[kLanes];
+    for (int i = 0; i < D; ++i) {
+      store<T, kLanes>(column, lanes[i]);
+      for (int t = 0; t < kLanes; ++t) rows[t * D + i] = column[t];
+    }
   }
 }
 
@@ -173,31 +173,24 @@ MVH_INLINE void project(Vec<T, kLanes>* out, const T* m, const Vec<T, kLanes>* x
   }
 }
 
+// a . b for 16 tokens.
+template <typename T, int D, typename A, typename B>
+MVH_INLINE Vec<T, kLanes> dot(const A* a, const B* b) {
+  Vec<T, kLanes> acc[4] = {};
+  for (int j = 0; j < D; ++j) acc[j & 3] += a[j] * b[j];
+  return (acc[0] + acc[1]) + (acc[2] + acc[3]);
+}
+
 template <typename T, int D>
 MVH_INLINE void token_block(TokenBlock<T, D>& b, const Generators<T, D>& g, const T* x_rows,
                             int count) {
   using V = Vec<T, kLanes>;
   V x[D];
   rows_to_lanes<T, D>(x, x_rows);
-  project<T, D>(b.k, g.key, x);
-  V v[D];
-  project<T, D>(v, g.value, x);
-  V rate = {}, retention = {}, square = {};
-  for (int j = 0; j < D; ++j) {
-    rate += g.rate[j] * x[j];
-    retention += g.retention[j] * x[j];
-    square += b.k[j] * b.k[j];
-  }
-  b.inverse_norm = T(1) / vsqrt<T, kLanes>(square + T(kKeyEps));
-  b.key_square = square * (b.inverse_norm * b.inverse_norm);
-  V distance = {};
-  for (int i = 0; i < D; ++i) {
-    b.k[i] *= b.inverse_norm;
-    b.delta[i] = b.k[i] - v[i];
-    distance += b.delta[i] * b.delta[i];
-  }
 
+  // Rate and retention first: their long way through exp and log goes on under the projections.
   const V limit = splat<T, kLanes>(T(kScalarLimit)), one = splat<T, kLanes>(T(1));
+  const V rate = dot<T, D>(g.rate, x);
   const V s = vmax(vmin(rate, limit), -limit);
   const V e = exp_nonpositive<kLanes>(s < T(0) ? s : -s);
   const V inverse = T(1) / (T(1) + e);
@@ -205,7 +198,7 @@ MVH_INLINE void token_block(TokenBlock<T, D>& b, const Generators<T, D>& g, cons
   b.rate_slope = T(kRateScale) * (s < T(0) ? e * inverse : inverse);
   b.rate_slope = (rate < -limit) | (rate > limit) ? V{} : b.rate_slope;
 
-  retention += T(kRetentionLogit);
+  const V retention = dot<T, D>(g.retention, x) + T(kRetentionLogit);
   const V a = vmax(vmin(retention, limit), -limit);
   const V f = exp_nonpositive<kLanes>(a < T(0) ? a : -a);
   const V big = T(1) / (T(1) + f), small = f * big;
@@ -213,6 +206,18 @@ MVH_INLINE void token_block(TokenBlock<T, D>& b, const Generators<T, D>& g, cons
   b.beta = a < T(0) ? big : small;
   b.log_alpha = vmin(a, V{}) - log1p_unit<kLanes>(f);
   b.retention_slope = (retention < -limit) | (retention > limit) ? V{} : one;
+
+  V v[D];
+  project<T, D>(b.k, g.key, x);
+  project<T, D>(v, g.value, x);
+  const V square = dot<T, D>(b.k, b.k);
+  b.inverse_norm = T(1) / vsqrt<T, kLanes>(square + T(kKeyEps));
+  b.key_square = square * (b.inverse_norm * b.inverse_norm);
+  for (int i = 0; i < D; ++i) {
+    b.k[i] *= b.inverse_norm;
+    b.delta[i] = b.k[i] - v[i];
+  }
+  const V distance = dot<T, D>(b.delta, b.delta);
 
   b.r0 = vsqrt<T, kLanes>(distance + T(kEps * kEps));
   b.u = b.raw * (b.r0 + T(kEps)) / (T(kInjectionMargin) * b.beta);
@@ -232,144 +237,195 @@ MVH_INLINE void token_block(TokenBlock<T, D>& b, const Generators<T, D>& g, cons
   b.fires = fires ? one : V{};
 
   // Tokens past the end of the chunk leave the memories alone.
-  if (count < kLanes)
-    for (int t = count; t < kLanes; ++t) {
-      b.step[t] = T(0);
-      b.log_alpha[t] = T(0);
-      b.rate_slope[t] = b.retention_slope[t] = T(0);
-      for (int i = 0; i < D; ++i) b.k[i][t] = b.delta[i][t] = T(0);
+  if (count < kLanes) {
+    const auto inside =
+        generate<T, kLanes>([](int t) { return T(t); }) < splat<T, kLanes>(T(count));
+    for (V* v : {&b.step, &b.log_alpha, &b.rate_slope, &b.retention_slope}) *v = inside ? *v : V{};
+    for (int i = 0; i < D; ++i) {
+      b.k[i] = inside ? b.k[i] : V{};
+      b.delta[i] = inside ? b.delta[i] : V{};
     }
+  }
 }
 
-// Tokens are visited forward or backward: `at` maps the visit to the token.
-template <bool reverse>
-MVH_INLINE int at(int visit, int count) {
-  return reverse ? count - 1 - visit : visit;
+// The products a_n . b_n of 8 rows, `stride` rows apart, each in two lanes.
+template <typename T, int D>
+MVH_INLINE Vec<T, kLanes> dots_of_8(const T* a, const T* b, int stride) {
+  constexpr int width = 16, parts = D / width;
+  Vec<T, width> product[8];
+  for (int n = 0; n < 8; ++n) {
+    product[n] = Vec<T, width>{};
+    for (int p = 0; p < parts; ++p)
+      product[n] += load<T, width>(a + n * stride * D + p * width) *
+                    load<T, width>(b + n * stride * D + p * width);
+  }
+  return sum_pairs<T>(product);
 }
 
-// Running factors of a block, by visit: G is kept divided by its decay gamma, which is folded back
-// after the block, or earlier where gamma gets small. gamma is the exponential of a sum: a product
-// of rounded alphas close to 1 would drift by as many ulp as there are tokens.
+// a_t . b_t of 16 rows.
+template <typename T, int D>
+MVH_INLINE Vec<T, kLanes> row_dots(const T* a, const T* b) {
+  if constexpr (D % 16 == 0)
+    return alternate<T>(dots_of_8<T, D>(a, b, 2), dots_of_8<T, D>(a + D, b + D, 2));
+  return generate<T, kLanes>([&](int t) {
+    T dot = 0;
+    for (int i = 0; i < D; ++i) dot += a[t * D + i] * b[t * D + i];
+    return dot;
+  });
+}
+
+// out[t] = out[t + 1] = a_t . b_{t+1} for even t, of 16 rows.
+template <typename T, int D>
+MVH_INLINE void pair_dots(T* out, const T* a, const T* b) {
+  if constexpr (D % 16 == 0) {
+    store<T, kLanes>(out, dots_of_8<T, D>(a, b + D, 2));
+  } else {
+    for (int t = 0; t < kLanes; t += 2) {
+      T dot = 0;
+      for (int i = 0; i < D; ++i) dot += a[t * D + i] * b[(t + 1) * D + i];
+      out[t] = out[t + 1] = dot;
+    }
+  }
+}
+
+// What a block's recurrences need of each token besides its rows, tokens past the end being zero.
+template <typename T>
+struct Factors {
+  const T *log_alpha, *step, *pair;  // pair as pair_dots has it
+};
+
+// Running factors of a block in the order of the visit, forward or in reverse: G is kept divided by
+// its decay gamma, which is folded back after the block, or earlier where gamma gets small. gamma
+// is the exponential of a sum: a product of rounded alphas close to 1 would drift by as many ulp as
+// there are tokens.
 template <typename T>
 struct Decay {
-  alignas(64) T before[kLanes];  // gamma up to the previous token
+  alignas(64) T before[kLanes];  // gamma up to the token visited before
   alignas(64) T weight[kLanes];  // step / gamma up to this token
-  T fold[kLanes];                // after this (odd) visit multiply G by fold and restart; 0: go on
+  alignas(64) T carry[kLanes];   // step times the product with the other token of its pair
+  alignas(64) T fold[kLanes];    // multiply G by it after this token and restart; 0: go on
+  T last;                        // multiply G by it after the block
 };
 
 template <typename T, bool reverse>
-MVH_INLINE void decay_block(Decay<T>& d, const T* log_alpha, const T* step, int count) {
-  constexpr T lowest = T(-12);
-  alignas(64) T sum[kLanes + 1] = {}, steps[kLanes] = {};
-  bool folds = false;
-  for (int n = 0; n < count; ++n) {
-    const int t = at<reverse>(n, count);
-    sum[n + 1] = sum[n] + log_alpha[t];
-    steps[n] = step[t];
-    d.fold[n] = 0;
-    if ((n & 1) && sum[n + 1] < lowest) folds = true;
-  }
-  if (!folds) {
-    const Vec<T, kLanes> after = exp_nonpositive<kLanes>(load<T, kLanes>(sum + 1));
-    store<T, kLanes>(d.before, exp_nonpositive<kLanes>(load<T, kLanes>(sum)));
-    store<T, kLanes>(d.weight, load<T, kLanes>(steps) / after);
-    d.fold[count - 1] = after[count - 1];
+MVH_INLINE void decay_block(Decay<T>& d, const Factors<T>& f) {
+  using V = Vec<T, kLanes>;
+  constexpr T lowest = T(-40);  // 1 / gamma stays far from the largest float32
+  const V step = load<T, kLanes>(f.step);
+  const V given = load<T, kLanes>(f.log_alpha);
+  const V log_alpha = reverse ? reversed<T>(given) : given;
+  const V sum = prefix_sum<T>(log_alpha);
+  store<T, kLanes>(d.carry, step * load<T, kLanes>(f.pair));
+  store<T, kLanes>(d.fold, V{});
+  if (sum[kLanes - 1] >= lowest) {
+    const V after = exp_nonpositive<kLanes>(sum);
+    const V before = exp_nonpositive<kLanes>(shift_up<T, 1>(sum));
+    store<T, kLanes>(d.before, reverse ? reversed<T>(before) : before);
+    store<T, kLanes>(d.weight, step / (reverse ? reversed<T>(after) : after));
+    d.last = after[kLanes - 1];
     return;
   }
   T total = 0;
-  for (int n = 0; n < count; ++n) {
-    d.before[n] = std::exp(total);
-    total += log_alpha[at<reverse>(n, count)];
-    d.weight[n] = steps[n] * std::exp(-total);
-    if ((n & 1) && (total < lowest || n == count - 1)) {
-      d.fold[n] = std::exp(total);
+  for (int n = 0; n < kLanes; ++n) {
+    const int t = reverse ? kLanes - 1 - n : n;
+    d.before[t] = std::exp(total);
+    total += f.log_alpha[t];
+    d.weight[t] = f.step[t] * std::exp(-total);
+    if ((n & 1) && (total < lowest / 2)) {
+      d.fold[t] = std::exp(total);
       total = 0;
     }
   }
+  d.last = std::exp(total);
+}
+
+// The tokens of a pair, the one visited first and the other.
+struct Pair {
+  int first, second;
+};
+template <bool reverse>
+MVH_INLINE Pair pair(int n, int count) {
+  return reverse ? Pair{count - 1 - n, count - 2 - n} : Pair{n, n + 1};
+}
+
+// G -= a_1 b_1^T + a_2 b_2^T for rows a and coefficients b, G by columns. The first product does
+// not wait for the second one's row.
+template <typename T, int D>
+MVH_INLINE void subtract_pair(Matrix<T, D>& g, int p, const T* b1, typename Dim<T, D>::Row a1,
+                              const T* b2, typename Dim<T, D>::Row a2) {
+  for (int j = 0; j < D; ++j) g.v[j][p] -= b1[j] * a1;
+  for (int j = 0; j < D; ++j) g.v[j][p] -= b2[j] * a2;
 }
 
 // (46) for a block of tokens (an even number), two at a time, G by columns:
 //   u_t = G_{t-1} k_t + delta_t,  G_t = alpha_t G_{t-1} - step_t u_t k_t^T.
 // In reverse and without delta it is the adjoint's own recurrence, u being w_t = D_t k_t.
+// f.pair is of k with itself.
 template <typename T, int D, bool reverse>
-MVH_INLINE void gain_block(Matrix<T, D>& g, const T* k, const T* delta, const T* log_alpha,
-                           const T* step, int count, T* u_rows) {
+MVH_INLINE void gain_block(Matrix<T, D>& g, const T* k, const T* delta, const Factors<T>& f,
+                           int count, T* u_rows) {
   using Row = typename Dim<T, D>::Row;
   constexpr int parts = Dim<T, D>::parts;
   Decay<T> decay;
-  decay_block<T, reverse>(decay, log_alpha, step, count);
+  decay_block<T, reverse>(decay, f);
   for (int n = 0; n < count; n += 2) {
-    const int t1 = at<reverse>(n, count), t2 = at<reverse>(n + 1, count);
+    const auto [t1, t2] = pair<reverse>(n, count);
     const T *k1 = k + t1 * D, *k2 = k + t2 * D;
-    T dot = 0;
-    for (int i = 0; i < D; ++i) dot += k1[i] * k2[i];
-    Row u1[parts], u2[parts];
+    Row d1[parts] = {}, d2[parts] = {};
+    if (delta) {
+      load_row<T, D>(d1, delta + t1 * D);
+      load_row<T, D>(d2, delta + t2 * D);
+    }
     for (int p = 0; p < parts; ++p) {
       Row a[2] = {}, b[2] = {};
       for (int j = 0; j < D; ++j) {
         a[j & 1] += k1[j] * g.v[j][p];
         b[j & 1] += k2[j] * g.v[j][p];
       }
-      u1[p] = a[0] + a[1];
-      u2[p] = b[0] + b[1];
+      const Row u1 = decay.before[t1] * (a[0] + a[1]) + d1[p];
+      const Row u2 = decay.before[t2] * (b[0] + b[1]) + d2[p] - decay.carry[t1] * u1;
+      if (u_rows) {
+        constexpr int width = Dim<T, D>::width;
+        store<T, width>(u_rows + t1 * D + p * width, u1);
+        store<T, width>(u_rows + t2 * D + p * width, u2);
+      }
+      subtract_pair<T, D>(g, p, k1, decay.weight[t1] * u1, k2, decay.weight[t2] * u2);
     }
-    Row d1[parts] = {}, d2[parts] = {};
-    if (delta) {
-      load_row<T, D>(d1, delta + t1 * D);
-      load_row<T, D>(d2, delta + t2 * D);
-    }
-    const T before1 = decay.before[n], before2 = decay.before[n + 1];
-    const T carry = step[t1] * dot, w1 = decay.weight[n], w2 = decay.weight[n + 1];
-    for (int p = 0; p < parts; ++p) {
-      u1[p] = before1 * u1[p] + d1[p];
-      u2[p] = before2 * u2[p] + d2[p] - carry * u1[p];
-    }
-    if (u_rows) {
-      store_row<T, D>(u_rows + t1 * D, u1);
-      store_row<T, D>(u_rows + t2 * D, u2);
-    }
-    for (int p = 0; p < parts; ++p) {
-      const Row s1 = w1 * u1[p], s2 = w2 * u2[p];
-      for (int j = 0; j < D; ++j) g.v[j][p] -= k1[j] * s1 + k2[j] * s2;
-    }
-    if (decay.fold[n + 1] != T(0)) g.scale(decay.fold[n + 1]);
+    if (decay.fold[t2] != T(0)) g.scale(decay.fold[t2]);
   }
+  g.scale(decay.last);
 }
 
 // The same recurrence with known u, G by rows, for the products the other way round:
 //   out_t += G_{t-1}^T in_t,  G_t = alpha_t G_{t-1} - step_t u_t k_t^T.
+// f.pair is of u and in.
 template <typename T, int D, bool reverse>
 MVH_INLINE void transposed_block(Matrix<T, D>& g, const T* k, const T* u, const T* in,
-                                 const T* log_alpha, const T* step, int count, T* out) {
+                                 const Factors<T>& f, int count, T* out) {
   using Row = typename Dim<T, D>::Row;
-  constexpr int parts = Dim<T, D>::parts;
+  constexpr int parts = Dim<T, D>::parts, width = Dim<T, D>::width;
   Decay<T> decay;
-  decay_block<T, reverse>(decay, log_alpha, step, count);
+  decay_block<T, reverse>(decay, f);
   for (int n = 0; n < count; n += 2) {
-    const int t1 = at<reverse>(n, count), t2 = at<reverse>(n + 1, count);
+    const auto [t1, t2] = pair<reverse>(n, count);
     const T *u1 = u + t1 * D, *u2 = u + t2 * D, *in1 = in + t1 * D, *in2 = in + t2 * D;
-    Row k1[parts], k2[parts];
-    load_row<T, D>(k1, k + t1 * D);
-    load_row<T, D>(k2, k + t2 * D);
-    T dot = 0;
-    for (int i = 0; i < D; ++i) dot += u1[i] * in2[i];
-    const T carry = step[t1] * dot, w1 = decay.weight[n], w2 = decay.weight[n + 1];
     for (int p = 0; p < parts; ++p) {
+      const Row k1 = load<T, width>(k + t1 * D + p * width);
+      const Row k2 = load<T, width>(k + t2 * D + p * width);
       Row a[2] = {}, b[2] = {};
       for (int i = 0; i < D; ++i) {
         a[i & 1] += in1[i] * g.v[i][p];
         b[i & 1] += in2[i] * g.v[i][p];
       }
-      constexpr int width = Dim<T, D>::width;
       T *out1 = out + t1 * D + p * width, *out2 = out + t2 * D + p * width;
-      store<T, width>(out1, load<T, width>(out1) + decay.before[n] * (a[0] + a[1]));
-      store<T, width>(out2, load<T, width>(out2) + decay.before[n + 1] * (b[0] + b[1]) -
-                                carry * k1[p]);
-      const Row s1 = w1 * k1[p], s2 = w2 * k2[p];
-      for (int i = 0; i < D; ++i) g.v[i][p] -= u1[i] * s1 + u2[i] * s2;
+      store<T, width>(out1, load<T, width>(out1) + decay.before[t1] * (a[0] + a[1]));
+      store<T, width>(out2, load<T, width>(out2) + decay.before[t2] * (b[0] + b[1]) -
+                                decay.carry[t1] * k1);
+      subtract_pair<T, D>(g, p, u1, decay.weight[t1] * k1, u2, decay.weight[t2] * k2);
     }
-    if (decay.fold[n + 1] != T(0)) g.scale(decay.fold[n + 1]);
+    if (decay.fold[t2] != T(0)) g.scale(decay.fold[t2]);
   }
+  g.scale(decay.last);
 }
 
 // Gradients of what 16 tokens are made of, lanes being tokens.
@@ -396,12 +452,14 @@ MVH_INLINE void token_gradient(TokenGradient<T, D>& out, const TokenBlock<T, D>&
     injected += w[i] * b.delta[i];
   }
   // alpha_t <G_{t-1}, D_t> = c_{t-1} + step_t (u_t - delta_t) w_t, c_t = c_{t-1} - step_t delta_t w_t.
-  V kept = {};
   injected *= b.step;
-  for (int t = 0; t < kLanes; ++t) {
-    kept[t] = carry;
-    carry -= injected[t];
-  }
+  alignas(64) T lost[kLanes];
+  store<T, kLanes>(lost, injected);
+  V kept = generate<T, kLanes>([&](int t) {
+    const T before = carry;
+    carry -= lost[t];
+    return before;
+  });
   kept += b.step * uw - injected;
 
   const V step = -uw, capped = (T(1) - b.fires) * step, clamped = b.fires * step * b.step;

@@ -70,6 +70,8 @@ def load_checkpoint_file(filename: str, map_location: str | Callable | None = 'c
                 'or it holds Python objects, which are not loaded because unpickling them would '
                 "run code; if you trust it, save its weights anew as {'state_dict': ...}"
             ) from error
+        except OSError as error:
+            raise ValueError(f'checkpoint {filename} cannot be read: {error}') from error
 
 
 def register_safe_loader() -> None:

@@ -97,6 +97,14 @@ def check_data(config: Config, *loaders: str) -> None:
                         'there, or say where it is by COCO_ROOT or by '
                         f'--cfg-options {loader}.dataset.data_root=...'
                     )
+        evaluator = loader.replace('dataloader', 'evaluator')
+        for metric in _metrics(config.get(evaluator)):
+            path = metric.get('ann_file') or ''
+            if path and '://' not in path and not osp.exists(path):
+                raise UsageError(
+                    f'{path}, which {evaluator} of the config reads, does not exist: say where it '
+                    f'is by COCO_ROOT or by --cfg-options {evaluator}.ann_file=...'
+                )
 
 
 def build_runner(config: Config) -> Runner:
@@ -143,6 +151,11 @@ def check_weights(
         check_match(model, weights, filename)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _metrics(evaluator: ConfigDict | list | None) -> list:
+    """The metrics of an evaluator, which may be one or several."""
+    return evaluator if isinstance(evaluator, list) else [evaluator or {}]
 
 
 def _datasets(config: ConfigDict) -> Iterator[ConfigDict]:

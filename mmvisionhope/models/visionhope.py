@@ -85,12 +85,14 @@ class VisionHOPE(BaseModule):
         self.depths: tuple[int, ...] = settings['depths']
         self.out_indices = _check_out_indices(out_indices, len(self.depths))
         _check_chunk_size(chunk_size)
-        if not 0 <= drop_path_rate < 1:
-            raise ValueError(f'drop_path_rate must be in [0, 1), got {drop_path_rate}')
+        if not isinstance(drop_path_rate, (int, float)) or not 0 <= drop_path_rate < 1:
+            raise ValueError(f'drop_path_rate must be in [0, 1), got {drop_path_rate!r}')
         if frozen_stages not in range(-1, len(self.depths)):
             raise ValueError(
                 f'frozen_stages must be -1 (none) to {len(self.depths) - 1}, got {frozen_stages}'
             )
+        if not isinstance(in_channels, int) or in_channels < 1:
+            raise ValueError(f'in_channels must be a positive integer, got {in_channels!r}')
         self.in_channels = in_channels
         self.frozen_stages = frozen_stages
         self.norm_eval = norm_eval
@@ -114,7 +116,7 @@ class VisionHOPE(BaseModule):
                         head_dims=settings['head_dims'],
                         ffn_ratio=settings['ffn_ratio'],
                         drop_path=next(ramp),
-                        layer_scale_init_value=layer_scale_init_value,
+                        layer_scale_init_value=float(layer_scale_init_value),
                         chunk_size=chunk_size,
                     )
                     for _ in range(self.depths[i])
@@ -166,7 +168,9 @@ class VisionHOPE(BaseModule):
         """
         configured = self.init_cfg
         entries = configured if isinstance(configured, (list, tuple)) else [configured or {}]
-        pretrained = [c for c in entries if c.get('type') in ('Pretrained', PretrainedInit)]
+        # mmengine knows it by either name; its own loader would unpickle, and skip what differs.
+        names = ('Pretrained', 'mmengine.Pretrained', PretrainedInit)
+        pretrained = [c for c in entries if c.get('type') in names]
         self.init_cfg = [cfg for cfg in entries if cfg and cfg not in pretrained]
         super().init_weights()
         self.init_cfg = configured
@@ -257,10 +261,12 @@ def _resolve_arch(arch: str | dict, known: dict[str, dict]) -> dict:
 
 
 def _check_out_indices(out_indices: int | Sequence[int], stages: int) -> tuple[int, ...]:
-    indices = (out_indices,) if isinstance(out_indices, int) else tuple(out_indices)
+    if isinstance(out_indices, int):
+        out_indices = (out_indices,)
+    indices = tuple(out_indices) if isinstance(out_indices, Sequence) else ()
     if (
         not indices
-        or any(i not in range(stages) for i in indices)
+        or any(isinstance(i, bool) or i not in range(stages) for i in indices)
         or len(set(indices)) < len(indices)
     ):
         raise ValueError(

@@ -6,12 +6,15 @@ import functools
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .library import COMPILED, DIRECTIONS, KERNEL_DIMS, directional_scan_op, has_kernel
 from .reference import directional_scan_reference
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MEMORIES = ('content', 'key', 'value', 'rate', 'retention', 'skip', 'scale')
 
 
@@ -70,7 +73,9 @@ def directional_scan(
         for every tensor argument; only first-order ones are part of the contract.
 
     Raises:
-        TypeError: an argument is not a floating-point tensor, or z and q differ in dtype.
+        TypeError: an argument is not a floating-point tensor, or z and q differ in dtype or have
+            another one than the four above.
+        NotImplementedError: forward-mode differentiation is asked for.
         ValueError: a shape, device, direction or chunk length does not fit; the message names it.
 
     Example:
@@ -99,9 +104,12 @@ def directional_scan(
     row_chunk = _chunk('row_chunk', row_chunk, z.shape[2])
     col_chunk = _chunk('col_chunk', col_chunk, z.shape[1])
 
+    if not torch.compiler.is_compiling():
+        _refuse_forward_mode(tensors)
     device = z.device.type
-    if torch.is_autocast_enabled(device):
-        # As for any operator under autocast; the memories are the parameters that stay float32.
+    if torch.is_autocast_enabled(device) and z.dtype != torch.float64:
+        # As for any operator under autocast, which leaves float64 alone; the memories are the
+        # parameters that stay float32.
         tensors['z'], tensors['q'] = (x.to(torch.get_autocast_dtype(device)) for x in (z, q))
     dtype = tensors['z'].dtype
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -157,6 +165,8 @@ def _check_tensors(tensors: dict[str, Tensor], routes: int) -> None:
             raise TypeError(f'{name} must be a floating-point tensor, got {kind}')
         if tensor.device != z.device:
             raise ValueError(f'{name} is on {tensor.device} but z is on {z.device}')
+    if z.dtype not in DTYPES:
+        raise TypeError(f'z must be {", ".join(map(str, DTYPES))}, got {z.dtype}')
     if tensors['q'].dtype != z.dtype:
         raise TypeError(f'q must have the dtype of z, {z.dtype}, got {tensors["q"].dtype}')
     if z.ndim != 4 or 0 in z.shape[1:]:
@@ -188,9 +198,20 @@ def _check_tensors(tensors: dict[str, Tensor], routes: int) -> None:
             )
 
 
+def _refuse_forward_mode(tensors: dict[str, Tensor]) -> None:
+    """An operator without a formula for it would pass on a tangent of zero."""
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors.values()):
+        raise NotImplementedError(
+            'directional_scan has gradients by backward() and torch.autograd.grad, '
+            'not by forward-mode differentiation'
+        )
+
+
 def _chunk(name: str, chunk: int | None, default: int) -> int:
     if chunk is None:
         return default
+    if isinstance(chunk, np.integer):
+        chunk = int(chunk)
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f'{name} must be a positive integer or None, got {chunk!r}')
     return chunk
