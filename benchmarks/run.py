@@ -182,7 +182,8 @@ def backbones(repeats: int) -> None:
         gmacs['VisionHOPE-T'] = sum(count_macs(models['VisionHOPE-T'], size).values()) / 1e9
         images = torch.randn(1, 3, *size).contiguous(memory_format=torch.channels_last)
         for model in models.values():
-            model.eval().to(memory_format=torch.channels_last)
+            model.eval()  # mmdet's returns nothing
+            model.to(memory_format=torch.channels_last)
         with torch.no_grad():
             seconds = medians(
                 {name: lambda m=m, x=images: m(x) for name, m in models.items()},

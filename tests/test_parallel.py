@@ -1,4 +1,4 @@
-"""Two processes on half a batch each give the gradients of one on the whole: DDP and FSDP2, gloo."""
+"""Two processes on half a batch each give the gradients of one on the whole: DDP, FSDP2 on gloo."""
 
 import os
 import subprocess

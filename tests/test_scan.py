@@ -4,8 +4,8 @@ import itertools
 
 import hypothesis
 import hypothesis.strategies as st
-import oracle
 import numpy as np
+import oracle
 import pytest
 import torch
 

@@ -126,11 +126,7 @@ struct State {
 
   // M <- M G (46), G given by columns and by rows.
   void advance(const T* columns, const T* rows) {
-    alignas(64) T next[D * D];
-    for (T* m : {content, generators.key, generators.value}) {
-      multiply<T, D>(next, columns, m);
-      std::copy_n(next, D * D, m);
-    }
+    for (T* m : {content, generators.key, generators.value}) multiply<T, D>(m, columns, m);
     typename Dim<T, D>::Row row[Dim<T, D>::parts];
     for (T* m : {generators.rate, generators.retention}) {
       combine<T, D>(row, rows, m);
@@ -392,6 +388,7 @@ struct Workspace {
       *array = p;
       p += padded;
     }
+    std::fill(u, gk, T(0));  // rows past the end of a chunk stay zero
   }
 };
 
@@ -406,8 +403,6 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
   const auto even = [&](int64_t n) {
     return static_cast<int>((std::min<int64_t>(kLanes, count - n * kLanes) + 1) & ~1);
   };
-  std::fill(w.u, w.gk, T(0));  // u, w and v: rows past the end stay zero
-
   // D_C = dL / dG_C = sum over memories of M^T dM.
   Matrix<T, D> gain, adjoint, transposed;
   alignas(64) T buffer[D * D], gain_columns[D * D], gain_rows[D * D];
@@ -451,30 +446,27 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
   transposed.set_identity();
   for (int64_t n = 0; n < blocks; ++n) {
     const int64_t first = n * kLanes;
-    transposed_block<T, D, false>(transposed, w.k + first * D, w.u + first * D, w.w + first * D,
+    transposed_block<T, D, false, false>(transposed, w.k + first * D, w.u + first * D, w.w + first * D,
                                   w.factors(w.uw, first), even(n), w.v + first * D);
   }
   transpose<T, D>(gain_rows, buffer);
   transposed.load_from(gain_rows);
   for (int64_t n = blocks - 1; n >= 0; --n) {
     const int64_t first = n * kLanes;
-    transposed_block<T, D, true>(transposed, w.k + first * D, w.w + first * D, w.u + first * D,
+    transposed_block<T, D, true, true>(transposed, w.k + first * D, w.w + first * D, w.u + first * D,
                                  w.factors(w.uw, first), even(n), w.v + first * D);
   }
 
   // dM_b = dM_C G^T + what the tokens' quantities add.
   transpose<T, D>(gain_rows, gain_columns);
-  for (T* m : {grad.content, grad.key, grad.value}) {
-    multiply<T, D>(buffer, gain_rows, m);
-    std::copy_n(buffer, D * D, m);
-  }
+  for (T* m : {grad.content, grad.key, grad.value}) multiply<T, D>(m, gain_rows, m);
   for (T* m : {grad.rate, grad.retention}) {
     Row row[parts];
     combine<T, D>(row, gain_columns, m);
     store_row<T, D>(m, row);
   }
 
-  Row grad_rate[parts] = {}, grad_retention[parts] = {};
+  Row grad_rate[2][parts] = {}, grad_retention[2][parts] = {};  // of even and of odd tokens
   alignas(64) T scalar[2][kLanes];
   for (int64_t n = 0; n < blocks; ++n) {
     const int64_t first = n * kLanes;
@@ -488,8 +480,8 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
       Row x[parts];
       load_row<T, D>(x, w.x + (first + t) * D);
       for (int p = 0; p < parts; ++p) {
-        grad_rate[p] += scalar[0][t] * x[p];
-        grad_retention[p] += scalar[1][t] * x[p];
+        grad_rate[t & 1][p] += scalar[0][t] * x[p];
+        grad_retention[t & 1][p] += scalar[1][t] * x[p];
       }
     }
     Vec<T, kLanes> dx[D], through_value[D];
@@ -499,8 +491,10 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
       dx[j] += through_value[j] + columns.rate[j] * g.rate + columns.retention[j] * g.retention;
     lanes_to_rows<T, D>(w.u + first * D, dx);  // u is done with: it takes the tokens' gradient
   }
-  add_to<T, D>(grad.rate, grad_rate);
-  add_to<T, D>(grad.retention, grad_retention);
+  for (int n = 0; n < 2; ++n) {
+    add_to<T, D>(grad.rate, grad_rate[n]);
+    add_to<T, D>(grad.retention, grad_retention[n]);
+  }
   add_outer<T, D>(grad.key, w.gk, w.x, count);
   add_outer<T, D>(grad.value, w.gv, w.x, count);
 }

@@ -78,8 +78,8 @@ MVH_INLINE void combine(typename Dim<T, D>::Row* out, const T* m, const T* a) {
   }
 }
 
-// c = b a for matrices stored as rows; equally, in transposed storage, c^T = a^T b^T. a must not
-// alias c.
+// c = b a for matrices stored as rows; equally, in transposed storage, c^T = a^T b^T. c may be a,
+// but not b.
 template <typename T, int D>
 MVH_INLINE void multiply(T* c, const T* b, const T* a) {
   using Row = typename Dim<T, D>::Row;
@@ -397,9 +397,9 @@ MVH_INLINE void gain_block(Matrix<T, D>& g, const T* k, const T* delta, const Fa
 }
 
 // The same recurrence with known u, G by rows, for the products the other way round:
-//   out_t += G_{t-1}^T in_t,  G_t = alpha_t G_{t-1} - step_t u_t k_t^T.
-// f.pair is of u and in.
-template <typename T, int D, bool reverse>
+//   out_t = G_{t-1}^T in_t,  G_t = alpha_t G_{t-1} - step_t u_t k_t^T.
+// f.pair is of u and in; with `add` the products are added to what out has.
+template <typename T, int D, bool reverse, bool add>
 MVH_INLINE void transposed_block(Matrix<T, D>& g, const T* k, const T* u, const T* in,
                                  const Factors<T>& f, int count, T* out) {
   using Row = typename Dim<T, D>::Row;
@@ -418,9 +418,14 @@ MVH_INLINE void transposed_block(Matrix<T, D>& g, const T* k, const T* u, const 
         b[i & 1] += in2[i] * g.v[i][p];
       }
       T *out1 = out + t1 * D + p * width, *out2 = out + t2 * D + p * width;
-      store<T, width>(out1, load<T, width>(out1) + decay.before[t1] * (a[0] + a[1]));
-      store<T, width>(out2, load<T, width>(out2) + decay.before[t2] * (b[0] + b[1]) -
-                                decay.carry[t1] * k1);
+      Row first = decay.before[t1] * (a[0] + a[1]);
+      Row second = decay.before[t2] * (b[0] + b[1]) - decay.carry[t1] * k1;
+      if (add) {
+        first += load<T, width>(out1);
+        second += load<T, width>(out2);
+      }
+      store<T, width>(out1, first);
+      store<T, width>(out2, second);
       subtract_pair<T, D>(g, p, u1, decay.weight[t1] * k1, u2, decay.weight[t2] * k2);
     }
     if (decay.fold[t2] != T(0)) g.scale(decay.fold[t2]);

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
-from .layers import ConvFFN, LayerNorm2d
+from .layers import ConvFFN, LayerNorm2d, PointwiseConv2d
 from .operator import Operator
 
 
@@ -44,10 +44,10 @@ class Block(nn.Module):
         self.gamma2 = nn.Parameter(torch.full((embed_dims, 1, 1), layer_scale_init_value))
         self.cpe = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims)
         self.norm1 = LayerNorm2d(embed_dims)
-        self.proj_in = nn.Conv2d(embed_dims, width, 1)
+        self.proj_in = PointwiseConv2d(embed_dims, width)
         self.operator = Operator(width, head_dims, chunk_size)
         self.local_conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.local_gate = nn.Conv2d(width, width, 1)
+        self.local_gate = PointwiseConv2d(width, width)
         self.local_position = nn.Conv2d(width, width, 5, padding=2, groups=width)
         self.proj_out = nn.Linear(width, embed_dims)
         self.norm2 = LayerNorm2d(embed_dims)
@@ -55,13 +55,14 @@ class Block(nn.Module):
         self.drop_path = StochasticDepth(drop_path, mode='row')
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.cpe(x)
-        x = x + self.drop_path(self.gamma1 * self.mix(self.norm1(x)))
-        return x + self.drop_path(self.gamma2 * self.ffn(self.norm2(x)))
+        # Sums go into what a convolution has just allocated: on a CPU, memory is what these cost.
+        x = self.cpe(x).add_(x)
+        x = torch.addcmul(x, self.gamma1, self.drop_path(self.mix(self.norm1(x))))
+        return torch.addcmul(x, self.gamma2, self.drop_path(self.ffn(self.norm2(x))))
 
     def mix(self, x: Tensor) -> Tensor:
         """Token mixing: local gate, operator, local positions, (B, D, H, W) to the same."""
         u = self.proj_in(x)
-        z = u + torch.sigmoid(self.local_gate(u)) * self.local_conv(u)
-        y = self.operator(z.permute(0, 2, 3, 1)) + self.local_position(z).permute(0, 2, 3, 1)
+        z = torch.addcmul(u, torch.sigmoid(self.local_gate(u)), self.local_conv(u))
+        y = self.local_position(z).permute(0, 2, 3, 1).add_(self.operator(z.permute(0, 2, 3, 1)))
         return self.proj_out(y).permute(0, 3, 1, 2)

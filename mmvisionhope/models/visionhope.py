@@ -133,6 +133,8 @@ class VisionHOPE(BaseModule):
         """Images (B, in_channels, H, W) to the features of ``out_indices``, stage i with a height
         and width of ceil(H / 2^(i + 2)) and ceil(W / 2^(i + 2))."""
         self._check_images(x)
+        # The recurrence, norms and 1x1 convolutions all want channels side by side.
+        x = x.contiguous(memory_format=torch.channels_last)
         features = {}
         for i, (downsample, stage) in enumerate(
             zip(self.downsample_layers, self.stages, strict=True)
