@@ -98,6 +98,19 @@ def test_the_hint_at_the_end_of_a_detector_build(released):
         MODELS.build(cfg).init_weights()
 
 
+@pytest.mark.parametrize(
+    ('init_cfg', 'message'),
+    [
+        ('x.pth', "init_cfg must be a dict or a list of them, got 'x.pth'"),
+        (dict(type='Pretrained'), 'init_cfg of type Pretrained needs a checkpoint'),
+        (dict(type='Pretrained', checkpoint=None), 'needs a checkpoint'),
+    ],
+)
+def test_init_cfg_that_names_no_file_is_refused(init_cfg, message):
+    with pytest.raises(ValueError, match=message):
+        VisionHOPE(ARCH, init_cfg=init_cfg).init_weights()
+
+
 def test_missing_damaged_and_empty_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match='checkpoint .*nowhere.pth does not exist'):
         pretrained(tmp_path / 'nowhere.pth')

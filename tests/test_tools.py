@@ -187,6 +187,9 @@ def test_mistakes_end_with_one_sentence(tool, cache, unbroken, tmp_path, monkeyp
     monkeypatch.setenv('COCO_ROOT', str(tmp_path / 'nowhere'))
     checkpoint = unbroken[0] / 'epoch_2.pth'
     assert 'config x.py does not exist' in tool('train', 'x.py')
+    assert 'README.md cannot be read' in tool('train', ROOT / 'README.md')
+    assert 'takes key=value pairs, got a.b' in tool('train', SHAPES, '--cfg-options', 'a.b')
+    assert 'for torchrun to start' in tool('train', SHAPES, '--launcher', 'pytorch')
     message = tool('train', COCO)
     assert 'nowhere/annotations/instances_train2017.json' in message and 'COCO_ROOT' in message
     assert 'does not exist' in tool('train', SHAPES, '--resume', 'x.pth')

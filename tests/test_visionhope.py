@@ -210,6 +210,9 @@ def test_bfloat16_autocast_trains():
         (dict(arch=dict(SMALL, width=3)), r"arch knows .* got \['width'\]"),
         (dict(arch=dict(SMALL, depths=[1, 1])), 'one number per stage'),
         (dict(arch=dict(SMALL, depths=[1, 0, 1, 1])), 'must be positive'),
+        (dict(arch=dict(SMALL, embed_dims=32)), 'embed_dims of arch must be integers'),
+        (dict(arch=dict(SMALL, depths=[1, 1, 1, '1'])), 'depths of arch must be integers'),
+        (dict(arch=dict(SMALL, head_dims=None)), 'head_dims of arch must be an integer'),
         (dict(arch=dict(SMALL, head_dims=24)), 'multiples of head_dims 24'),
         (dict(out_indices=(0, -1)), 'out_indices must be distinct stages out of 0 to 3'),
         (dict(out_indices=(1, 1)), 'out_indices must be distinct stages'),
@@ -228,6 +231,15 @@ def test_bfloat16_autocast_trains():
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         VisionHOPE(**options)
+
+
+@pytest.mark.parametrize('out_norm', [True, False])
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_features_are_contiguous(out_norm, layout):
+    """mmcv's operators take the memory of a map without a look at its strides."""
+    images = torch.randn(2, 3, 64, 96).contiguous(memory_format=layout)
+    model = small(out_norm=out_norm).to(memory_format=layout)
+    assert all(y.is_contiguous() for y in model(images))
 
 
 @pytest.mark.parametrize(

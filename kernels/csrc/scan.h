@@ -369,7 +369,7 @@ struct Workspace {
   int64_t padded;
   std::unique_ptr<TokenBlock<T, D>[]> blocks;
   Buffer<T> storage;
-  T *x, *k, *delta, *u, *w, *v, *gk, *gv, *log_alpha, *step, *kk, *uw;
+  T *x, *k, *delta, *u, *w, *v, *log_alpha, *step, *kk, *uw;
 
   Factors<T> factors(const T* pair, int64_t first) const {
     return {log_alpha + first, step + first, pair + first};
@@ -378,9 +378,9 @@ struct Workspace {
   explicit Workspace(int64_t chunk)
       : padded((chunk + kLanes - 1) / kLanes * kLanes),
         blocks(new TokenBlock<T, D>[padded / kLanes]),
-        storage(padded * (8 * D + 4)) {
+        storage(padded * (6 * D + 4)) {
     T* p = storage.get();
-    for (T** array : {&x, &k, &delta, &u, &w, &v, &gk, &gv}) {
+    for (T** array : {&x, &k, &delta, &u, &w, &v}) {
       *array = p;
       p += padded * D;
     }
@@ -388,7 +388,7 @@ struct Workspace {
       *array = p;
       p += padded;
     }
-    std::fill(u, gk, T(0));  // rows past the end of a chunk stay zero
+    std::fill(u, v + padded * D, T(0));  // rows past the end of a chunk stay zero
   }
 };
 
@@ -472,8 +472,9 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
     const int64_t first = n * kLanes;
     TokenGradient<T, D> g;
     token_gradient<T, D>(g, w.blocks[n], w.u + first * D, w.w + first * D, w.v + first * D, carry);
-    lanes_to_rows<T, D>(w.gk + first * D, g.key);
-    lanes_to_rows<T, D>(w.gv + first * D, g.value);
+    // k, delta and u are done with: they take the gradients of keys, values and tokens.
+    lanes_to_rows<T, D>(w.k + first * D, g.key);
+    lanes_to_rows<T, D>(w.delta + first * D, g.value);
     store<T, kLanes>(scalar[0], g.rate);
     store<T, kLanes>(scalar[1], g.retention);
     for (int t = 0; t < kLanes; ++t) {
@@ -489,14 +490,14 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
     project<T, D>(through_value, value, g.value);
     for (int j = 0; j < D; ++j)
       dx[j] += through_value[j] + columns.rate[j] * g.rate + columns.retention[j] * g.retention;
-    lanes_to_rows<T, D>(w.u + first * D, dx);  // u is done with: it takes the tokens' gradient
+    lanes_to_rows<T, D>(w.u + first * D, dx);
   }
   for (int n = 0; n < 2; ++n) {
     add_to<T, D>(grad.rate, grad_rate[n]);
     add_to<T, D>(grad.retention, grad_retention[n]);
   }
-  add_outer<T, D>(grad.key, w.gk, w.x, count);
-  add_outer<T, D>(grad.value, w.gv, w.x, count);
+  add_outer<T, D>(grad.key, w.k, w.x, count);
+  add_outer<T, D>(grad.value, w.delta, w.x, count);
 }
 
 // The backward of one head of one image, in steps of independent tasks.

@@ -31,6 +31,16 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
+class _Options(DictAction):
+    """mmengine's key=value pairs, with an error of argparse for what is none."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        for value in values:
+            if '=' not in value:
+                parser.error(f'{option_string} takes key=value pairs, got {value}')
+        super().__call__(parser, namespace, values, option_string)
+
+
 def argument_parser(description: str, config: str | None = None) -> argparse.ArgumentParser:
     """The arguments of training and testing alike; ``config`` makes that one optional."""
     parser = argparse.ArgumentParser(description=description)
@@ -39,7 +49,7 @@ def argument_parser(description: str, config: str | None = None) -> argparse.Arg
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=_Options,
         help='override settings of the config: key=value pairs, lists as key="[a,b]" or key=a,b',
     )
     parser.add_argument(
@@ -62,7 +72,12 @@ def load_config(args: argparse.Namespace) -> Config:
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     if not osp.isfile(args.config):
         raise UsageError(f'config {args.config} does not exist')
-    config = Config.fromfile(args.config)
+    if args.launcher == 'pytorch' and 'RANK' not in os.environ:
+        raise UsageError('--launcher pytorch is for torchrun to start, as tools/dist_*.sh do')
+    try:
+        config = Config.fromfile(args.config)
+    except (OSError, SyntaxError) as error:
+        raise UsageError(f'config {args.config} cannot be read: {error}') from error
     config.launcher = args.launcher
     if args.cfg_options:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -131,7 +132,7 @@ class VisionHOPE(BaseModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Images (B, in_channels, H, W) to the features of ``out_indices``, stage i with a height
-        and width of ceil(H / 2^(i + 2)) and ceil(W / 2^(i + 2))."""
+        and width of ceil(H / 2^(i + 2)) and ceil(W / 2^(i + 2)), contiguous."""
         self._check_images(x)
         # The recurrence, norms and 1x1 convolutions all want channels side by side.
         x = x.contiguous(memory_format=torch.channels_last)
@@ -147,7 +148,8 @@ class VisionHOPE(BaseModule):
                     x = block(x)
             if i in self.out_indices:
                 features[i] = self.out_norms[str(i)](x) if self.out_norms else x
-        return tuple(features[i] for i in self.out_indices)
+        # mmcv's RoIAlign reads memory as if it were (B, C, H, W) whatever the strides say.
+        return tuple(features[i].contiguous() for i in self.out_indices)
 
     def train(self, mode: bool = True) -> VisionHOPE:
         super().train(mode)
@@ -170,6 +172,8 @@ class VisionHOPE(BaseModule):
         """
         configured = self.init_cfg
         entries = configured if isinstance(configured, (list, tuple)) else [configured or {}]
+        if not all(isinstance(cfg, dict) for cfg in entries):
+            raise ValueError(f'init_cfg must be a dict or a list of them, got {configured!r}')
         # mmengine knows it by either name; its own loader would unpickle, and skip what differs.
         names = ('Pretrained', 'mmengine.Pretrained', PretrainedInit)
         pretrained = [c for c in entries if c.get('type') in names]
@@ -177,7 +181,9 @@ class VisionHOPE(BaseModule):
         super().init_weights()
         self.init_cfg = configured
         for cfg in pretrained:
-            self._load_pretrained(cfg['checkpoint'], cfg.get('prefix') or '')
+            if not isinstance(cfg.get('checkpoint'), (str, os.PathLike)):
+                raise ValueError(f'init_cfg of type Pretrained needs a checkpoint, got {cfg}')
+            self._load_pretrained(str(cfg['checkpoint']), cfg.get('prefix') or '')
 
     def _load_pretrained(self, filename: str, prefix: str) -> None:
         weights = state_dict_of(load_checkpoint_file(filename), filename)
@@ -239,6 +245,12 @@ def _resolve_arch(arch: str | dict, known: dict[str, dict]) -> dict:
             f'arch knows embed_dims, depths, {", ".join(sorted(optional))}, got {sorted(unknown)}'
         )
     head_dims = arch.get('head_dims', 16)
+    if type(head_dims) is not int:
+        raise ValueError(f'head_dims of arch must be an integer, got {head_dims!r}')
+    for name in ('embed_dims', 'depths', 'operator_dims'):
+        given = arch.get(name, ())
+        if not isinstance(given, (list, tuple)) or any(type(n) is not int for n in given):
+            raise ValueError(f'{name} of arch must be integers, one per stage, got {given!r}')
     embed_dims = tuple(arch['embed_dims'])
     operator_dims = tuple(arch.get('operator_dims', (dims // 2 for dims in embed_dims)))
     depths = tuple(arch['depths'])
