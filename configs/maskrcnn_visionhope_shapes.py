@@ -26,8 +26,6 @@ model = dict(
         drop_path_rate=0.0,
         # Deep training schedules grow LayerScale from 1e-6; a few hundred steps cannot.
         layer_scale_init_value=1.0,
-        # Without normed outputs a learning rate as high as this one is stable in the FPN.
-        out_norm=False,
         norm_eval=False,
     ),
     neck=dict(in_channels=[32, 64, 128, 256], out_channels=64, num_outs=4),

@@ -221,7 +221,7 @@ def test_mistakes_end_with_one_sentence(tool, cache, unbroken, tmp_path, monkeyp
         (work / 'epoch_1.pth').write_bytes(checkpoint.read_bytes()[:size])
         assert 'epoch_1.pth cannot be read' in tool(*resume)
     (work / 'last_checkpoint').write_text(str(checkpoint))
-    other = tool(*resume, '--cfg-options', 'model.backbone.out_norm=True')
+    other = tool(*resume, '--cfg-options', 'model.backbone.arch.depths=[1,1,2,2]')
     assert 'is of another architecture' in other
 
 
