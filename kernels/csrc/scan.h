@@ -84,6 +84,27 @@ MVH_INLINE void gather(T* rows, const Shape& s, const Pixels& z, int64_t b, int6
   std::fill(rows + count * D, rows + padded * D, T(0));
 }
 
+// Up to kLanes tokens as rows `stride` apart: where they are, if they lie in one line and need no
+// conversion, else gathered.
+template <typename T, int D>
+MVH_INLINE const T* tokens(T* buffer, int64_t* stride, const Shape& s, const Pixels& z, int64_t b,
+                           int64_t r, int64_t h, int64_t first, int64_t count) {
+  constexpr Type own = sizeof(T) == 8 ? Type::float64 : Type::float32;
+  const Position at = position(s, r, first);
+  const bool columns = s.by_columns(r), reversed = s.reversed(r);
+  const int64_t along = columns ? at.i : at.j, length = columns ? s.height : s.width;
+  const bool inside = reversed ? along + 1 >= count : along + count <= length;
+  if (!inside || z.type != own || z.channel != 1) {
+    gather<T, D>(buffer, s, z, b, r, h, first, count);
+    *stride = D;
+    return buffer;
+  }
+  *stride = (columns ? z.row : z.col) * (reversed ? -1 : 1);
+  const int64_t offset = z.offset(b, at.i, at.j, h * D);
+  for (int64_t t = 0; t < kLanes; ++t) z.prefetch(offset + (kLanes + t) * *stride);
+  return static_cast<const T*>(z.data) + offset;
+}
+
 // Denormals are slow on some processors and memories fade into them: flush them to zero while a
 // kernel runs, and leave the thread as it was.
 struct FlushDenormals {
@@ -166,9 +187,10 @@ void forward_chain(const Inputs<T>& in, int64_t b, int64_t r, int64_t h, T* cont
     gain.set_identity();
     for (int64_t done = 0; done < chunk; done += kLanes) {
       const int count = static_cast<int>(std::min<int64_t>(kLanes, chunk - done));
-      gather<T, D>(x, s, in.z, b, r, h, c * chunk + done, count);
+      int64_t stride;
+      const T* rows_of_x = tokens<T, D>(x, &stride, s, in.z, b, r, h, c * chunk + done, count);
       TokenBlock<T, D> block;
-      token_block<T, D>(block, state.generators, x, count);
+      token_block<T, D>(block, state.generators, rows_of_x, stride, count);
       lanes_to_rows<T, D>(k, block.k);
       lanes_to_rows<T, D>(delta, block.delta);
       store<T, kLanes>(log_alpha, block.log_alpha);
@@ -423,7 +445,7 @@ void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Genera
   for (int64_t n = 0; n < blocks; ++n) {
     const int64_t first = n * kLanes;
     TokenBlock<T, D>& block = w.blocks[n];
-    token_block<T, D>(block, columns, w.x + first * D,
+    token_block<T, D>(block, columns, w.x + first * D, D,
                       static_cast<int>(std::min<int64_t>(kLanes, count - first)));
     lanes_to_rows<T, D>(w.k + first * D, block.k);
     lanes_to_rows<T, D>(w.delta + first * D, block.delta);

@@ -31,6 +31,14 @@ MVH_INLINE void store(T* p, const Vec<T, N>& v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// The same pointer, but the compiler cannot know: it loads anew what it would otherwise keep, and
+// spill, between two uses far apart.
+template <typename T>
+MVH_INLINE const T* reload(const T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
 template <typename T, int N>
 MVH_INLINE Vec<T, N> splat(T x) {
   return x - Vec<T, N>{};

@@ -111,16 +111,19 @@ MVH_INLINE void transpose(T* out, const T* in) {
   }
 }
 
-// 16 rows of D numbers to D vectors over 16 tokens, and back.
+// `count` rows of D numbers, `stride` apart, to D vectors over 16 tokens, and back.
 template <typename T, int D>
-MVH_INLINE void rows_to_lanes(Vec<T, kLanes>* lanes, const T* rows) {
+MVH_INLINE void rows_to_lanes(Vec<T, kLanes>* lanes, const T* rows, int64_t stride, int count) {
   if constexpr (D % 16 == 0) {
     for (int b = 0; b < D; b += 16) {
-      for (int t = 0; t < 16; ++t) lanes[b + t] = load<T, 16>(rows + t * D + b);
+      for (int t = 0; t < 16; ++t)
+        lanes[b + t] = t < count ? load<T, 16>(rows + t * stride + b) : Vec<T, 16>{};
       transpose16<T>(lanes + b);
     }
   } else {
-    for (int i = 0; i < D; ++i) lanes[i] = generate<T, kLanes>([&](int t) { return rows[t * D + i]; });
+    for (int i = 0; i < D; ++i)
+      lanes[i] =
+          generate<T, kLanes>([&](int t) { return t < count ? rows[t * stride + i] : T(0); });
   }
 }
 
@@ -164,7 +167,7 @@ struct TokenBlock {
 
 template <typename T, int D>
 MVH_INLINE void project(Vec<T, kLanes>* out, const T* m, const Vec<T, kLanes>* x) {
-  constexpr int block = 4;
+  constexpr int block = D < 8 ? D : 8;
   for (int i = 0; i < D; i += block) {
     Vec<T, kLanes> acc[block] = {};
     for (int j = 0; j < D; ++j)
@@ -183,10 +186,10 @@ MVH_INLINE Vec<T, kLanes> dot(const A* a, const B* b) {
 
 template <typename T, int D>
 MVH_INLINE void token_block(TokenBlock<T, D>& b, const Generators<T, D>& g, const T* x_rows,
-                            int count) {
+                            int64_t stride, int count) {
   using V = Vec<T, kLanes>;
   V x[D];
-  rows_to_lanes<T, D>(x, x_rows);
+  rows_to_lanes<T, D>(x, x_rows, stride, count);
 
   // Rate and retention first: their long way through exp and log goes on under the projections.
   const V limit = splat<T, kLanes>(T(kScalarLimit)), one = splat<T, kLanes>(T(1));
@@ -353,6 +356,8 @@ MVH_INLINE Pair pair(int n, int count) {
 template <typename T, int D>
 MVH_INLINE void subtract_pair(Matrix<T, D>& g, int p, const T* b1, typename Dim<T, D>::Row a1,
                               const T* b2, typename Dim<T, D>::Row a2) {
+  b1 = reload(b1);
+  b2 = reload(b2);
   for (int j = 0; j < D; ++j) g.v[j][p] -= b1[j] * a1;
   for (int j = 0; j < D; ++j) g.v[j][p] -= b2[j] * a2;
 }
@@ -448,9 +453,9 @@ MVH_INLINE void token_gradient(TokenGradient<T, D>& out, const TokenBlock<T, D>&
                                const T* u_rows, const T* w_rows, const T* v_rows, T& carry) {
   using V = Vec<T, kLanes>;
   V u[D], w[D], v[D];
-  rows_to_lanes<T, D>(u, u_rows);
-  rows_to_lanes<T, D>(w, w_rows);
-  rows_to_lanes<T, D>(v, v_rows);
+  rows_to_lanes<T, D>(u, u_rows, D, kLanes);
+  rows_to_lanes<T, D>(w, w_rows, D, kLanes);
+  rows_to_lanes<T, D>(v, v_rows, D, kLanes);
   V uw = {}, injected = {};
   for (int i = 0; i < D; ++i) {
     uw += u[i] * w[i];
