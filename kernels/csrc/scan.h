@@ -16,6 +16,9 @@
 
 namespace mvh::MVH_ISA {
 
+template <typename T>
+constexpr Type own_type = sizeof(T) == 8 ? Type::float64 : Type::float32;
+
 // Calls f with a null pointer of the pixels' type.
 template <typename T, typename F>
 MVH_INLINE void with_type(Type type, F&& f) {
@@ -53,32 +56,34 @@ MVH_INLINE void write_row(const Pixels& p, int64_t offset, const T* in) {
   });
 }
 
-// The pixel of token t of direction r.
-struct Position {
-  int64_t i, j;
-};
-MVH_INLINE Position position(const Shape& s, int64_t r, int64_t t) {
-  const int64_t u = s.reversed(r) ? s.tokens() - 1 - t : t;
-  return s.by_columns(r) ? Position{u % s.height, u / s.height} : Position{u / s.width, u % s.width};
-}
+// The way of direction r's tokens through the map, in elements, from token `first` on. The next ones
+// of a line are asked for as it goes: down a column every pixel is in another page.
+struct Walk {
+  int64_t offset, step, turn;  // of the token; to the next in the line; from a line to the next
+  int64_t length, left;        // tokens in a line, and to the end of this one
 
-// Tokens first .. first + count - 1 of direction r as rows, zeros up to a multiple of kLanes. The
-// next ones of the line are asked for: down a column every pixel is in another page.
-template <typename T, int D>
-MVH_INLINE void gather(T* rows, const Shape& s, const Pixels& z, int64_t b, int64_t r,
-                       int64_t h, int64_t first, int64_t count) {
-  const Position at = position(s, r, first);
-  const bool columns = s.by_columns(r), reversed = s.reversed(r);
-  const int64_t length = columns ? s.height : s.width, along = columns ? at.i : at.j;
-  const int64_t step = (columns ? z.row : z.col) * (reversed ? -1 : 1);
-  const int64_t turn = (columns ? z.col : z.row) * (reversed ? -1 : 1) - (length - 1) * step;
-  int64_t left = reversed ? along + 1 : length - along;  // tokens to the end of the line
-  int64_t offset = z.offset(b, at.i, at.j, h * D);
-  for (int64_t t = 0; t < count; ++t) {
-    read_row<T, D>(rows + t * D, z, offset);
-    z.prefetch(offset + kLanes * step);
+  Walk(const Shape& s, const Pixels& p, int64_t b, int64_t r, int64_t channel, int64_t first) {
+    const bool columns = s.by_columns(r), reversed = s.reversed(r);
+    const int64_t u = reversed ? s.tokens() - 1 - first : first, sign = reversed ? -1 : 1;
+    length = columns ? s.height : s.width;
+    const int64_t line = u / length, along = u % length;
+    left = reversed ? along + 1 : length - along;
+    step = sign * (columns ? p.row : p.col);
+    turn = sign * (columns ? p.col : p.row) - (length - 1) * step;
+    offset = columns ? p.offset(b, along, line, channel) : p.offset(b, line, along, channel);
+  }
+  void advance() {
     offset += --left ? step : turn;
     if (!left) left = length;
+  }
+};
+
+// `count` tokens as rows, zeros up to a multiple of kLanes.
+template <typename T, int D>
+MVH_INLINE void gather(T* rows, const Pixels& p, Walk walk, int64_t count) {
+  for (int64_t t = 0; t < count; ++t, walk.advance()) {
+    read_row<T, D>(rows + t * D, p, walk.offset);
+    p.prefetch(walk.offset + kLanes * walk.step);
   }
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(rows + count * D, rows + padded * D, T(0));
@@ -87,22 +92,16 @@ MVH_INLINE void gather(T* rows, const Shape& s, const Pixels& z, int64_t b, int6
 // Up to kLanes tokens as rows `stride` apart: where they are, if they lie in one line and need no
 // conversion, else gathered.
 template <typename T, int D>
-MVH_INLINE const T* tokens(T* buffer, int64_t* stride, const Shape& s, const Pixels& z, int64_t b,
-                           int64_t r, int64_t h, int64_t first, int64_t count) {
-  constexpr Type own = sizeof(T) == 8 ? Type::float64 : Type::float32;
-  const Position at = position(s, r, first);
-  const bool columns = s.by_columns(r), reversed = s.reversed(r);
-  const int64_t along = columns ? at.i : at.j, length = columns ? s.height : s.width;
-  const bool inside = reversed ? along + 1 >= count : along + count <= length;
-  if (!inside || z.type != own || z.channel != 1) {
-    gather<T, D>(buffer, s, z, b, r, h, first, count);
+MVH_INLINE const T* tokens(T* buffer, int64_t* stride, const Pixels& p, const Walk& walk,
+                           int64_t count) {
+  if (walk.left < count || p.type != own_type<T> || p.channel != 1) {
+    gather<T, D>(buffer, p, walk, count);
     *stride = D;
     return buffer;
   }
-  *stride = (columns ? z.row : z.col) * (reversed ? -1 : 1);
-  const int64_t offset = z.offset(b, at.i, at.j, h * D);
-  for (int64_t t = 0; t < kLanes; ++t) z.prefetch(offset + (kLanes + t) * *stride);
-  return static_cast<const T*>(z.data) + offset;
+  for (int64_t t = 0; t < kLanes; ++t) p.prefetch(walk.offset + (kLanes + t) * walk.step);
+  *stride = walk.step;
+  return static_cast<const T*>(p.data) + walk.offset;
 }
 
 // Denormals are slow on some processors and memories fade into them: flush them to zero while a
@@ -188,7 +187,8 @@ void forward_chain(const Inputs<T>& in, int64_t b, int64_t r, int64_t h, T* cont
     for (int64_t done = 0; done < chunk; done += kLanes) {
       const int count = static_cast<int>(std::min<int64_t>(kLanes, chunk - done));
       int64_t stride;
-      const T* rows_of_x = tokens<T, D>(x, &stride, s, in.z, b, r, h, c * chunk + done, count);
+      const Walk walk(s, in.z, b, r, h * D, c * chunk + done);
+      const T* rows_of_x = tokens<T, D>(x, &stride, in.z, walk, count);
       TokenBlock<T, D> block;
       token_block<T, D>(block, state.generators, rows_of_x, stride, count);
       lanes_to_rows<T, D>(k, block.k);
@@ -415,7 +415,7 @@ struct Workspace {
 };
 
 // The tokens of a chunk that another one follows: from the gradient of the memories at its end to
-// that at its start, and of its tokens in w.x.
+// that at its start, and of the tokens w.x, which w.u takes.
 template <typename T, int D>
 void backward_tokens(Workspace<T, D>& w, StateGradient<T, D>& grad, const Generators<T, D>& columns,
                      const T* content, const T* key, const T* value, int64_t count) {
@@ -606,8 +606,8 @@ struct BackwardHead {
     const int64_t end = std::min((c + 1) * reader.chunk, s.tokens());
     for (int64_t first = c * reader.chunk; first < end; first += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, end - first);
-      gather<T, D>(q, s, in.q, b, reader.routes[0], h, first, count);
-      gather<T, D>(dy, s, out.dy, b, reader.routes[0], h, first, count);
+      gather<T, D>(q, in.q, Walk(s, in.q, b, reader.routes[0], h * D, first), count);
+      gather<T, D>(dy, out.dy, Walk(s, out.dy, b, reader.routes[0], h * D, first), count);
       store<T, kLanes>(inverse, inverse_norms<T, D>(q));
       for (int64_t t = 0; t < count; ++t) {
         Row row[parts];
@@ -635,7 +635,8 @@ struct BackwardHead {
     const Shape& s = in.shape;
     const int64_t chunk = s.chunk(r), chunks = s.chunks(r);
     const bool add = slots == 1 && r > 0;
-    T* map = dz + (slots == 1 ? 0 : r) * s.tokens() * D;
+    T* share = dz + (slots == 1 ? 0 : r) * s.tokens() * D;
+    const Pixels map{share, own_type<T>, sizeof(T), 0, s.width * D, D, 1};
     Workspace<T, D> w(chunk);
     StateGradient<T, D> grad;
     alignas(64) T key[square], value[square], columns[square];
@@ -657,14 +658,14 @@ struct BackwardHead {
         store_row<T, D>(generators.rate, row);
         combine<T, D>(row, prefix, in.retention + head(r));
         store_row<T, D>(generators.retention, row);
-        gather<T, D>(w.x, s, in.z, b, r, h, first, count);
+        gather<T, D>(w.x, in.z, Walk(s, in.z, b, r, h * D, first), count);
         backward_tokens<T, D>(w, grad, generators, content, key, value, count);
       } else {
         std::fill_n(w.u, count * D, T(0));  // nobody reads what they did
       }
-      for (int64_t t = 0; t < count; ++t) {
-        const Position at = position(s, r, first + t);
-        T* into = map + (at.i * s.width + at.j) * D;
+      Walk walk(s, map, 0, r, 0, first);
+      for (int64_t t = 0; t < count; ++t, walk.advance()) {
+        T* into = share + walk.offset;
         Row row[parts];
         load_row<T, D>(row, w.u + t * D);
         if (add) add_to<T, D>(into, row);

@@ -251,16 +251,16 @@ MVH_INLINE void token_block(TokenBlock<T, D>& b, const Generators<T, D>& g, cons
   }
 }
 
-// The products a_n . b_n of 8 rows, `stride` rows apart, each in two lanes.
+// The products a_n . b_n of every other of 16 rows, each in two lanes.
 template <typename T, int D>
-MVH_INLINE Vec<T, kLanes> dots_of_8(const T* a, const T* b, int stride) {
+MVH_INLINE Vec<T, kLanes> every_other_dot(const T* a, const T* b) {
   constexpr int width = 16, parts = D / width;
   Vec<T, width> product[8];
   for (int n = 0; n < 8; ++n) {
     product[n] = Vec<T, width>{};
     for (int p = 0; p < parts; ++p)
-      product[n] += load<T, width>(a + n * stride * D + p * width) *
-                    load<T, width>(b + n * stride * D + p * width);
+      product[n] += load<T, width>(a + 2 * n * D + p * width) *
+                    load<T, width>(b + 2 * n * D + p * width);
   }
   return sum_pairs<T>(product);
 }
@@ -269,7 +269,7 @@ MVH_INLINE Vec<T, kLanes> dots_of_8(const T* a, const T* b, int stride) {
 template <typename T, int D>
 MVH_INLINE Vec<T, kLanes> row_dots(const T* a, const T* b) {
   if constexpr (D % 16 == 0)
-    return alternate<T>(dots_of_8<T, D>(a, b, 2), dots_of_8<T, D>(a + D, b + D, 2));
+    return alternate<T>(every_other_dot<T, D>(a, b), every_other_dot<T, D>(a + D, b + D));
   return generate<T, kLanes>([&](int t) {
     T dot = 0;
     for (int i = 0; i < D; ++i) dot += a[t * D + i] * b[t * D + i];
@@ -281,7 +281,7 @@ MVH_INLINE Vec<T, kLanes> row_dots(const T* a, const T* b) {
 template <typename T, int D>
 MVH_INLINE void pair_dots(T* out, const T* a, const T* b) {
   if constexpr (D % 16 == 0) {
-    store<T, kLanes>(out, dots_of_8<T, D>(a, b + D, 2));
+    store<T, kLanes>(out, every_other_dot<T, D>(a, b + D));
   } else {
     for (int t = 0; t < kLanes; t += 2) {
       T dot = 0;
