@@ -6,10 +6,12 @@ checkpointing and data parallelism see one opaque node with a known gradient.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from .reference import COLUMN_MAJOR, ROW_MAJOR
@@ -24,66 +26,63 @@ else:
 DIRECTIONS: tuple[str, ...] = ROW_MAJOR + COLUMN_MAJOR
 # Head dimensions that the kernels are compiled for.
 KERNEL_DIMS = (4, 8, 16, 32, 64)
+# The same on GPUs, where a product of matrices has at least 16 rows.
+GPU_KERNEL_DIMS = (16, 32, 64)
+TRITON = importlib.util.find_spec('triton') is not None
 
 
 def has_kernel(z: Tensor, d: int) -> bool:
     """Whether a kernel covers these tokens; the reference covers everything."""
+    if z.device.type == 'cuda':  # AMD's too, under ROCm
+        return TRITON and d in GPU_KERNEL_DIMS and z.dtype != torch.float64
     return z.device.type == 'cpu' and COMPILED and d in KERNEL_DIMS
 
 
-@torch.library.custom_op('mmvisionhope::directional_scan', mutates_args=(), device_types='cpu')
-def directional_scan_op(
-    z: Tensor,
-    q: Tensor,
-    content: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rate: Tensor,
-    retention: Tensor,
-    skip: Tensor,
-    scale: Tensor,
-    directions: Sequence[int],
-    row_chunk: int,
-    col_chunk: int,
-    save_gains: bool,
-) -> tuple[Tensor, Tensor]:
-    """The scan, and with ``save_gains`` what its backward needs besides the arguments.
-
-    ``directions`` are indices into :data:`DIRECTIONS`; memories are float32 (float64 with float64
-    tokens). The gains are (B, nh, chunks of all directions, d, d): for each chunk the product of
-    the gains of those before it in its scan, so that its boundary memories are the initial ones
-    times that (Appendix B.4).
-    """
-    return torch.ops.mmvisionhope_cpu.forward(
-        z, q, content, key, value, rate, retention, skip, scale,
-        directions, row_chunk, col_chunk, save_gains,
-    )  # fmt: skip
-
-
-@torch.library.custom_op(
-    'mmvisionhope::directional_scan_backward', mutates_args=(), device_types='cpu'
+# The schema is defined here, so that the operator exists without the extension. Defined by hand:
+# torch.library.custom_op's wrappers cost about 0.2 ms in a forward and backward.
+_library = torch.library.Library('mmvisionhope', 'DEF')
+_ARGUMENTS = (
+    'Tensor z, Tensor q, Tensor content, Tensor key, Tensor value, Tensor rate, Tensor retention, '
+    'Tensor skip, Tensor scale'
 )
-def directional_scan_backward_op(
-    dy: Tensor,
-    z: Tensor,
-    q: Tensor,
-    content: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rate: Tensor,
-    retention: Tensor,
-    skip: Tensor,
-    scale: Tensor,
-    gains: Tensor,
-    directions: Sequence[int],
-    row_chunk: int,
-    col_chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of z, q, content, key, value, rate, retention, skip and scale."""
-    return torch.ops.mmvisionhope_cpu.backward(
-        dy, z, q, content, key, value, rate, retention, skip, scale, gains,
-        directions, row_chunk, col_chunk,
-    )  # fmt: skip
+# The scan, and with save_gains what its backward needs besides the arguments. directions are
+# indices into DIRECTIONS; memories are float32 (float64 with float64 tokens). The gains are
+# (B, nh, chunks of all directions, d, d): for each chunk the product of the gains of those before
+# it in its scan, so that its boundary memories are the initial ones times that (Appendix B.4).
+_library.define(
+    f'directional_scan({_ARGUMENTS}, SymInt[] directions, SymInt row_chunk, SymInt col_chunk, '
+    'bool save_gains) -> (Tensor, Tensor)',
+    tags=torch.Tag.pt2_compliant_tag,
+)
+# Gradients of z, q, content, key, value, rate, retention, skip and scale.
+_library.define(
+    f'directional_scan_backward(Tensor dy, {_ARGUMENTS}, Tensor gains, SymInt[] directions, '
+    'SymInt row_chunk, SymInt col_chunk) -> '
+    '(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
+    tags=torch.Tag.pt2_compliant_tag,
+)
+directional_scan_op = torch.ops.mmvisionhope.directional_scan.default
+directional_scan_backward_op = torch.ops.mmvisionhope.directional_scan_backward.default
+if COMPILED:
+    _library.impl('directional_scan', torch.ops.mmvisionhope_cpu.forward.default, 'CPU')
+    _library.impl('directional_scan_backward', torch.ops.mmvisionhope_cpu.backward.default, 'CPU')
+
+
+def _triton_forward(*arguments):
+    from .triton_kernels import launch  # on first use: importing triton takes a second
+
+    return launch.forward(*arguments)
+
+
+def _triton_backward(*arguments):
+    from .triton_kernels import launch
+
+    return launch.backward(*arguments)
+
+
+if TRITON:
+    _library.impl('directional_scan', _triton_forward, 'CUDA')
+    _library.impl('directional_scan_backward', _triton_backward, 'CUDA')
 
 
 def scan_macs(
@@ -105,7 +104,7 @@ def _chunks(tokens: int, directions: Sequence[int], row_chunk: int, col_chunk: i
     return rows * -(-tokens // row_chunk) + columns * -(-tokens // col_chunk)
 
 
-@directional_scan_op.register_fake
+@torch.library.register_fake('mmvisionhope::directional_scan', lib=_library)
 def _fake(
     z, q, content, key, value, rate, retention, skip, scale,
     directions, row_chunk, col_chunk, save_gains,
@@ -116,7 +115,7 @@ def _fake(
     return z.new_empty(z.shape), content.new_empty(batch, heads, chunks, d, d)
 
 
-@directional_scan_backward_op.register_fake
+@torch.library.register_fake('mmvisionhope::directional_scan_backward', lib=_library)
 def _backward_fake(
     dy, z, q, content, key, value, rate, retention, skip, scale, gains,
     directions, row_chunk, col_chunk,
@@ -126,20 +125,34 @@ def _backward_fake(
     )
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.directions, ctx.row_chunk, ctx.col_chunk, _ = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.set_materialize_grads(True)
+class _DirectionalScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, keys, *arguments):
+        *tensors, ctx.directions, ctx.row_chunk, ctx.col_chunk, _ = arguments
+        with torch._C._AutoDispatchBelowAutograd():
+            y, gains = directional_scan_op.redispatch(keys, *arguments)
+        ctx.save_for_backward(*tensors, gains)
+        ctx.mark_non_differentiable(gains)
+        return y, gains
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        gradients = directional_scan_backward_op(
+            dy, *ctx.saved_tensors, ctx.directions, ctx.row_chunk, ctx.col_chunk
+        )
+        return None, *gradients, None, None, None, None
 
 
-def _backward(ctx, dy, _):
-    gradients = directional_scan_backward_op(
-        dy, *ctx.saved_tensors, ctx.directions, ctx.row_chunk, ctx.col_chunk
-    )
-    return *gradients, None, None, None, None
+def _autograd(keys, *arguments):
+    keys = keys & torch._C._after_autograd_keyset
+    if torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:9]):
+        return _DirectionalScan.apply(keys, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return directional_scan_op.redispatch(keys, *arguments)
 
 
-directional_scan_op.register_autograd(_backward, setup_context=_setup_context)
+_library.impl('directional_scan', _autograd, 'Autograd', with_keyset=True)
 
 
 @register_flop_formula(torch.ops.mmvisionhope.directional_scan)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .library import COMPILED, DIRECTIONS, KERNEL_DIMS, directional_scan_op, has_kernel
+from .library import (
+    COMPILED,
+    DIRECTIONS,
+    GPU_KERNEL_DIMS,
+    KERNEL_DIMS,
+    TRITON,
+    directional_scan_op,
+    has_kernel,
+)
 from .reference import directional_scan_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -141,8 +149,15 @@ def _warn_slow(reason: str) -> None:
 
 
 def _why_slow(z: Tensor, d: int) -> str:
+    if z.device.type == 'cuda':
+        if not TRITON:
+            return 'its GPU kernels need Triton; install it by `pip install triton`'
+        return (
+            f'the GPU kernels are for heads of {GPU_KERNEL_DIMS} channels and float16, bfloat16 or '
+            f'float32, not for {d} and {z.dtype}'
+        )
     if z.device.type != 'cpu':
-        return f'there is no kernel for {z.device.type} yet'
+        return f'there are kernels for cpu and cuda, not for {z.device.type}'
     if not COMPILED:
         return (
             'mmvisionhope was installed without its compiled op; install g++, then it again by '
