@@ -79,7 +79,7 @@ def compile_for(target, kernel, arguments, num_warps, constants, dtype):
     signature |= dict.fromkeys(constants, 'constexpr')
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    options = dict(num_warps=num_warps, num_stages=launch.STAGES)
+    options = dict(num_warps=launch.warps(num_warps, target.warp_size), num_stages=launch.STAGES)
     return triton.compile(source, target=target, options=options)
 
 
@@ -127,7 +127,18 @@ def main():
                 target = TARGETS[key]
                 compiled = compile_for(target, kernel, values, warps, constants, DTYPES[dtype])
                 registers, spilled, shared, matrix, count = figures(compiled, target)
-                row = name, d, dtype, key, warps, registers, spilled, shared, matrix, count
+                row = (
+                    name,
+                    d,
+                    dtype,
+                    key,
+                    launch.warps(warps, target.warp_size),
+                    registers,
+                    spilled,
+                    shared,
+                    matrix,
+                    count,
+                )
                 table.add_row(*map(str, row))
                 if shared > SHARED[key]:
                     faults.append(f'{row}: more than {SHARED[key]} bytes of shared memory')

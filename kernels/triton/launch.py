@@ -129,7 +129,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Choice:
-    """Warps of each kernel for one head dimension, and tiles side by side in the serial ones."""
+    """For one head dimension: warps, of 32 lanes; and tiles side by side in the serial kernels."""
 
     gains_tiles: int
     gains_warps: int  # for as many tiles
@@ -169,10 +169,15 @@ def nvidia_precisions(dtype: torch.dtype) -> tuple[str, str]:
     return 'tf32x3', 'tf32' if dtype == torch.bfloat16 else 'tf32x3'
 
 
+def warps(count: int, lanes: int = 64 if torch.version.hip else 32) -> int:
+    """As many warps of ``lanes`` as have the lanes of ``count`` warps of 32."""
+    return max(count * 32 // lanes, 1)
+
+
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, **constants) -> None:
     """The one place where kernels start; a grid without programs would be an error."""
     if all(grid):
-        kernel[grid](*arguments, num_warps=num_warps, num_stages=STAGES, **constants)
+        kernel[grid](*arguments, num_warps=warps(num_warps), num_stages=STAGES, **constants)
 
 
 def forward(
