@@ -61,13 +61,14 @@ class Operator(nn.Module):
         """(B, H, W, Dm) to (B, H, W, Dm)."""
         memories = self.srnl.tensors()
         if self.shared_memories:
-            memories = [m.expand(len(self.directions), *m.shape[1:]) for m in memories]
+            routes = len(self.directions)
+            memories = {name: m.expand(routes, *m.shape[1:]) for name, m in memories.items()}
         return directional_scan(
             z,
             self.W_q(z),
-            *memories,
-            self.d_skip,
-            self.direction_scale,
+            **memories,
+            skip=self.d_skip,
+            scale=self.direction_scale,
             directions=self.directions,
             row_chunk=self.row_chunk,
             col_chunk=self.col_chunk,

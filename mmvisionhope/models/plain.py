@@ -61,15 +61,19 @@ class PlainVisionHOPE(VisionHOPE):
             arch = self.arch_settings[arch]
         if not isinstance(arch, dict) or not {'embed_dims', 'depth'} <= arch.keys():
             raise ValueError(f'arch as a dict needs embed_dims and depth, got {arch!r}')
+        known = ['depth', 'embed_dims', 'ffn_ratio', 'head_dims', 'operator_dims']
+        if unknown := arch.keys() - set(known):
+            raise ValueError(f'arch knows {", ".join(known)}, got {sorted(unknown)}')
         stages = dict(arch)
         depth = stages.pop('depth')
-        for name in ('embed_dims', 'operator_dims'):
-            if type(stages.get(name, 1)) is not int:
-                raise ValueError(f'{name} of arch must be an integer, got {stages[name]!r}')
-            if name in stages:
-                stages[name] = (stages[name],) * depth
         if type(depth) is not int or depth < 1:
             raise ValueError(f'depth of arch must be a positive integer, got {depth!r}')
+        for name in stages.keys() & {'embed_dims', 'operator_dims'}:
+            if type(stages[name]) is not int:
+                raise ValueError(f'{name} of arch must be an integer, got {stages[name]!r}')
+            stages[name] = (stages[name],) * depth
+        if arch['embed_dims'] < 8:
+            raise ValueError(f'embed_dims of arch must be at least 8, got {arch["embed_dims"]}')
         super().__init__(
             dict(stages, depths=(1,) * depth),
             out_indices=depth - 1 if out_indices is None else out_indices,

@@ -32,9 +32,15 @@ class Memories(nn.Module):
         self.M_alpha_0 = nn.Parameter(torch.empty(row))
         self.reset_parameters()
 
-    def tensors(self) -> list[Tensor]:
-        """Content, key, value, rate and retention, as ``directional_scan`` takes them."""
-        return [self.M_m_0, self.M_k_0, self.M_v_0, self.M_eta_0, self.M_alpha_0]
+    def tensors(self) -> dict[str, Tensor]:
+        """The memories under the names that ``directional_scan`` has for them."""
+        return dict(
+            content=self.M_m_0,
+            key=self.M_k_0,
+            value=self.M_v_0,
+            rate=self.M_eta_0,
+            retention=self.M_alpha_0,
+        )
 
     def reset_parameters(self) -> None:
         """Appendix C.1: the first step is 0.025 log 2 and the first retention 0.9 for any token."""
@@ -107,12 +113,14 @@ class SRNL(nn.Module):
         x = x.unsqueeze(1)
         y = directional_scan(
             x,
-            self.W_q(x),
-            *self.memories.tensors(),
-            self.skip,
-            self.scale,
+            # Under autocast a linear layer narrows; the scan does so with both.
+            self.W_q(x).to(x.dtype),
+            **self.memories.tensors(),
+            skip=self.skip,
+            scale=self.scale,
             directions=('right',),
             row_chunk=self.chunk_size,
+            col_chunk=None,
             dynamics=self.dynamics,
         )
         return y.squeeze(1)

@@ -69,7 +69,7 @@ class VisionHOPE(BaseModule):
 
     init_cfg: dict | list[dict] | None
 
-    arch_settings = {
+    arch_settings: dict[str, dict] = {
         'tiny': dict(embed_dims=(64, 128, 256, 512), depths=(3, 4, 18, 4)),
         'small': dict(embed_dims=(64, 160, 320, 512), depths=(4, 8, 25, 8)),
         'base': dict(embed_dims=(96, 192, 448, 640), depths=(4, 8, 25, 8)),
