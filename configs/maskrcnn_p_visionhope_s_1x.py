@@ -1,5 +1,5 @@
-# P-VisionHOPE-S as ViTDet has a plain backbone: a pyramid from its last map. The paper trains no such
-# detector; the recipe is that of its Mask R-CNN, stochastic depth that of P-VisionHOPE-S.
+# P-VisionHOPE-S as ViTDet has a plain backbone: a pyramid from its last map. The paper trains no
+# such detector; the recipe is that of its Mask R-CNN, stochastic depth that of P-VisionHOPE-S.
 _base_ = [
     './_base_/models/maskrcnn_visionhope.py',
     './_base_/datasets/coco_instance_ms.py',
