@@ -6,9 +6,9 @@ import oracle
 import pytest
 import torch
 from test_scan import arguments, outputs_and_gradients, relative
+from torch.utils.flop_counter import FlopCounterMode
 
 from mmvisionhope import PlainVisionHOPE, VisionHOPE
-from mmvisionhope.analysis import count_macs
 from mmvisionhope.ops import Dynamics, directional_scan, library, scan
 from mmvisionhope.ops.reference import chunk_gain, token_quantities
 
@@ -178,18 +178,20 @@ def test_shared_memories_and_fixed_sums_are_the_full_model_with_equal_values():
     torch.testing.assert_close(tied(images), full(images))
 
 
+@pytest.mark.skipif(not library.COMPILED, reason='needs the compiled op')
 def test_multiply_adds_follow_the_directions():
     """The recurrent terms of Equation 56 are sums over the directions."""
 
-    def scans(**options):
-        model = build(**options)
-        macs = count_macs(model, (128, 64))
-        return sum(n for name, n in macs.items() if name.endswith('.operator'))
+    def flops(*directions):
+        tensors = arguments(4, 8, d=8, routes=len(directions), dtype=torch.float32, grad=False)
+        with FlopCounterMode(display=False) as counter:
+            directional_scan(*tensors, directions=directions)
+        return counter.get_total_flops()
 
-    rows, columns = scans(directions=('right',)), scans(directions=('up',))
-    assert rows > columns  # a map of 8 x 4: shorter chunks along rows
-    assert scans(directions=('right', 'left')) == 2 * rows
-    assert scans() == 2 * rows + 2 * columns
+    rows, columns = flops('right'), flops('down')
+    assert columns > rows  # chunks of 4 tokens instead of 8
+    assert flops('right', 'left') == 2 * rows
+    assert flops('right', 'left', 'down', 'up') == 2 * rows + 2 * columns
 
 
 def test_options_survive_torch_compile(quiet):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from mmvisionhope.models.operator import Operator
 from mmvisionhope.ops.library import scan_macs
-from mmvisionhope.ops.reference import ROW_MAJOR
 
 
 def count_macs(model: nn.Module, image_size: Sequence[int]) -> dict[str, int]:
@@ -62,9 +61,8 @@ def _linear(module: nn.Linear, x: Tensor, y: Tensor) -> int:
 def _operator(module: Operator, x: Tensor, y: Tensor) -> int:
     height, width = x.shape[1:3]
     heads, d = module.d_skip.shape
-    rows, columns = module.row_chunk or width, module.col_chunk or height
-    chunks = [rows if name in ROW_MAJOR else columns for name in module.directions]
-    return len(x) * sum(scan_macs(height, width, heads, d, c, c, routes=1) for c in chunks)
+    chunks = module.row_chunk or width, module.col_chunk or height
+    return len(x) * scan_macs(height, width, heads, d, *chunks)
 
 
 _RULES: dict[type[nn.Module], Callable[..., int]] = {
