@@ -9,9 +9,17 @@ __all__ = ['__version__']
 
 if find_spec('torch') and find_spec('mmengine'):
     from .engine import EpochSeedHook, GpuAmpOptimWrapper, seed_worker_from_torch
-    from .models import VisionHOPE
+    from .models import SRNL, PlainVisionHOPE, SimpleFeaturePyramid, VisionHOPE
 
-    __all__ += ['EpochSeedHook', 'GpuAmpOptimWrapper', 'VisionHOPE', 'seed_worker_from_torch']
+    __all__ += [
+        'SRNL',
+        'EpochSeedHook',
+        'GpuAmpOptimWrapper',
+        'PlainVisionHOPE',
+        'SimpleFeaturePyramid',
+        'VisionHOPE',
+        'seed_worker_from_torch',
+    ]
 else:
     warnings.warn(
         'mmvisionhope needs torch and mmengine, so nothing of it is registered: '

@@ -1,3 +1,6 @@
+from .necks import SimpleFeaturePyramid
+from .plain import PlainVisionHOPE
+from .srnl import SRNL
 from .visionhope import VisionHOPE
 
-__all__ = ['VisionHOPE']
+__all__ = ['SRNL', 'PlainVisionHOPE', 'SimpleFeaturePyramid', 'VisionHOPE']

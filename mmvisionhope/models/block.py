@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
@@ -25,7 +27,7 @@ class Block(nn.Module):
         ffn_ratio: hidden width of the feed-forward network over D.
         drop_path: probability of dropping a residual branch of an image in training.
         layer_scale_init_value: initial value of gamma1 and gamma2.
-        chunk_size: see :class:`Operator`.
+        operator_cfg: further arguments of :class:`Operator`.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Block(nn.Module):
         ffn_ratio: float = 4.0,
         drop_path: float = 0.0,
         layer_scale_init_value: float = 1e-6,
-        chunk_size: int | tuple[int | None, int | None] | None = None,
+        operator_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         width = operator_dims
@@ -45,7 +47,7 @@ class Block(nn.Module):
         self.cpe = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims)
         self.norm1 = LayerNorm2d(embed_dims)
         self.proj_in = PointwiseConv2d(embed_dims, width)
-        self.operator = Operator(width, head_dims, chunk_size)
+        self.operator = Operator(width, head_dims, **(operator_cfg or {}))
         self.local_conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
         self.local_gate = PointwiseConv2d(width, width)
         self.local_position = nn.Conv2d(width, width, 5, padding=2, groups=width)

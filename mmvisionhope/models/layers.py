@@ -5,6 +5,8 @@ Maps are (B, C, H, W) and, inside the backbone, channels_last in memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,24 +79,22 @@ class ConvFFN(nn.Module):
 
 
 class Stem(nn.Module):
-    """Four 3x3 convolutions, strides 2 1 2 1, each with BatchNorm, GELU after the first three."""
+    """3x3 convolutions, each with BatchNorm, and GELU after all but the last.
 
-    def __init__(self, in_channels: int, embed_dims: int) -> None:
+    Args:
+        in_channels: channels of the image.
+        widths: channels after each convolution.
+        strides: stride of each.
+    """
+
+    def __init__(self, in_channels: int, widths: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
-        half = embed_dims // 2
-        self.proj = nn.Sequential(
-            nn.Conv2d(in_channels, half, 3, stride=2, padding=1),
-            nn.BatchNorm2d(half),
-            nn.GELU(),
-            nn.Conv2d(half, half, 3, padding=1),
-            nn.BatchNorm2d(half),
-            nn.GELU(),
-            nn.Conv2d(half, embed_dims, 3, stride=2, padding=1),
-            nn.BatchNorm2d(embed_dims),
-            nn.GELU(),
-            nn.Conv2d(embed_dims, embed_dims, 3, padding=1),
-            nn.BatchNorm2d(embed_dims),
-        )
+        layers: list[nn.Module] = []
+        for width, stride in zip(widths, strides, strict=True):
+            conv = nn.Conv2d(in_channels, width, 3, stride=stride, padding=1)
+            layers += [conv, nn.BatchNorm2d(width), nn.GELU()]
+            in_channels = width
+        self.proj = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x)

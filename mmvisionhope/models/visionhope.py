@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from mmengine.model import BaseModule, PretrainedInit
@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from mmvisionhope.engine.checkpoint import check_match, load_checkpoint_file, state_dict_of
+from mmvisionhope.ops import Dynamics
+from mmvisionhope.ops.scan import DIRECTIONS
 
 from .block import Block
 from .layers import Downsample, LayerNorm2d, Stem
@@ -40,6 +42,13 @@ class VisionHOPE(BaseModule):
         chunk_size: tokens per chunk, one number or (row scans, column scans); None aligns the
             chunks with rows and columns of the feature map (Equation 25), as in the released
             models.
+        directions: scans of every block, distinct names out of ``'right'``, ``'left'``, ``'down'``
+            and ``'up'``; ``('right',)`` is the paper's one-way ablation.
+        fixed_sum: sum the scans with scales of 1 instead of learned ones (ablation).
+        shared_memories: start all scans of a block from the same learned memories (ablation).
+        dynamics: ablations of the recurrence, a dict of the arguments of
+            :class:`mmvisionhope.ops.Dynamics` that differ from the full model. They run in plain
+            PyTorch. ``docs/ablations.md`` has the equations and the paper's figures.
         out_norm: pass each output through a LayerNorm of its own, as dense tasks do.
         frozen_stages: -1 freezes nothing; k freezes the stem and stages 0 to k with their output
             norms: no gradients, and eval mode always.
@@ -60,7 +69,7 @@ class VisionHOPE(BaseModule):
 
     init_cfg: dict | list[dict] | None
 
-    arch_settings = {
+    arch_settings: dict[str, dict] = {
         'tiny': dict(embed_dims=(64, 128, 256, 512), depths=(3, 4, 18, 4)),
         'small': dict(embed_dims=(64, 160, 320, 512), depths=(4, 8, 25, 8)),
         'base': dict(embed_dims=(96, 192, 448, 640), depths=(4, 8, 25, 8)),
@@ -74,6 +83,10 @@ class VisionHOPE(BaseModule):
         drop_path_rate: float = 0.0,
         layer_scale_init_value: float = 1e-6,
         chunk_size: int | tuple[int | None, int | None] | None = None,
+        directions: Sequence[str] = DIRECTIONS,
+        fixed_sum: bool = False,
+        shared_memories: bool = False,
+        dynamics: Dynamics | Mapping | None = None,
         out_norm: bool = True,
         frozen_stages: int = -1,
         norm_eval: bool = False,
@@ -86,6 +99,14 @@ class VisionHOPE(BaseModule):
         self.depths: tuple[int, ...] = settings['depths']
         self.out_indices = _check_out_indices(out_indices, len(self.depths))
         _check_chunk_size(chunk_size)
+        _check_directions(directions)
+        operator_cfg = dict(
+            chunk_size=chunk_size,
+            directions=tuple(directions),
+            fixed_sum=fixed_sum,
+            shared_memories=shared_memories,
+            dynamics=None if dynamics is None else Dynamics.of(dynamics),
+        )
         if not isinstance(drop_path_rate, (int, float)) or not 0 <= drop_path_rate < 1:
             raise ValueError(f'drop_path_rate must be in [0, 1), got {drop_path_rate!r}')
         if frozen_stages not in range(-1, len(self.depths)):
@@ -107,8 +128,7 @@ class VisionHOPE(BaseModule):
         previous = in_channels
         for i in range(max(self.out_indices) + 1):
             embed_dims = self.embed_dims[i]
-            reduce = Downsample if i else Stem
-            self.downsample_layers.append(reduce(previous, embed_dims))
+            self.downsample_layers.append(self._reduction(i, previous, embed_dims))
             self.stages.append(
                 nn.ModuleList(
                     Block(
@@ -118,7 +138,7 @@ class VisionHOPE(BaseModule):
                         ffn_ratio=settings['ffn_ratio'],
                         drop_path=next(ramp),
                         layer_scale_init_value=float(layer_scale_init_value),
-                        chunk_size=chunk_size,
+                        operator_cfg=operator_cfg,
                     )
                     for _ in range(self.depths[i])
                 )
@@ -129,6 +149,13 @@ class VisionHOPE(BaseModule):
         )
         self.apply(_init_layer)
         self._freeze()
+
+    def _reduction(self, stage: int, in_channels: int, embed_dims: int) -> nn.Module:
+        """What stands before a stage."""
+        if stage:
+            return Downsample(in_channels, embed_dims)
+        half = embed_dims // 2
+        return Stem(in_channels, (half, half, embed_dims, embed_dims), (2, 1, 2, 1))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Images (B, in_channels, H, W) to the features of ``out_indices``, stage i with a height
@@ -287,6 +314,14 @@ def _check_out_indices(out_indices: int | Sequence[int], stages: int) -> tuple[i
             f'out_indices must be distinct stages out of 0 to {stages - 1}, got {out_indices}'
         )
     return indices
+
+
+def _check_directions(directions: object) -> None:
+    names = list(directions) if isinstance(directions, (list, tuple)) else []
+    if not names or any(name not in DIRECTIONS for name in names) or len({*names}) < len(names):
+        raise ValueError(
+            f'directions must be a tuple of distinct names out of {DIRECTIONS}, got {directions!r}'
+        )
 
 
 def _check_chunk_size(chunk_size: object) -> None:

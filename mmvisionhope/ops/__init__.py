@@ -1,3 +1,4 @@
+from .reference import Dynamics
 from .scan import directional_scan
 
-__all__ = ['directional_scan']
+__all__ = ['Dynamics', 'directional_scan']

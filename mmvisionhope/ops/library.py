@@ -171,4 +171,8 @@ def _backward_flops(dy, z, q, content, *args, out_shape=None, **kwargs) -> int:
 def _scan_flops(z, content, directions, row_chunk, col_chunk) -> int:
     batch, height, width, _ = z
     _, heads, d, _ = content
-    return 2 * batch * scan_macs(height, width, heads, d, row_chunk, col_chunk, len(directions))
+    macs = 0
+    for r in directions:
+        chunk = row_chunk if DIRECTIONS[r] in ROW_MAJOR else col_chunk
+        macs += scan_macs(height, width, heads, d, chunk, chunk, routes=1)
+    return 2 * batch * macs

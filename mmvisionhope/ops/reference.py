@@ -11,13 +11,13 @@ value, rate, retention.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-RATE_SCALE = 0.025  # gamma_eta in (53)
 RETENTION_INIT = 0.9  # alpha_init in (53)
 SCALAR_LIMIT = 10.0  # both scalar pre-activations are clamped to [-10, 10]
 EPS = 1e-6  # epsilon of (19)
@@ -35,6 +35,65 @@ ROW_MAJOR = ('right', 'left')
 COLUMN_MAJOR = ('down', 'up')
 
 
+@dataclass(frozen=True)
+class Dynamics:
+    """What of the recurrence is switched on; the default is the paper's full model.
+
+    The rest are the ablations of the paper's Tables 5 and 9: ``docs/ablations.md`` has the equation
+    of each.
+
+    Args:
+        adaptive_kv: key and value memories evolve along the scan.
+        adaptive_dynamics: learning-rate and retention memories evolve along the scan.
+        dgd: the transition has the key-dependent correction ``-step k k^T`` of (6).
+        injection_cap: ``'soft'`` is (19), ``'hard'`` is ``min(eta, eta_inj)``, ``'none'`` leaves
+            the raw step, and nothing then keeps the memories from exploding.
+        spectral_clamp: ``'hard'`` is (20), ``'soft'`` approaches the same limit as (19) does its
+            own, ``'none'`` leaves out the limit.
+        rate_scale: gamma_eta of (53), above 0.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    adaptive_kv: bool = True
+    adaptive_dynamics: bool = True
+    dgd: bool = True
+    injection_cap: str = 'soft'
+    spectral_clamp: str = 'hard'
+    rate_scale: float = 0.025
+
+    def __post_init__(self) -> None:
+        for name in ('adaptive_kv', 'adaptive_dynamics', 'dgd'):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f'{name} must be True or False, got {getattr(self, name)!r}')
+        for name in ('injection_cap', 'spectral_clamp'):
+            if getattr(self, name) not in ('soft', 'hard', 'none'):
+                raise ValueError(
+                    f"{name} must be 'soft', 'hard' or 'none', got {getattr(self, name)!r}"
+                )
+        scale = self.rate_scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < 1e6:
+            raise ValueError(f'rate_scale must be a number above 0, below 1e6, got {scale!r}')
+
+    @classmethod
+    def of(cls, options: Dynamics | Mapping | None) -> Dynamics:
+        """From what a config has: a dict of the arguments that differ from the full model.
+
+        Raises:
+            ValueError: an option is unknown, or has a value that is.
+        """
+        if isinstance(options, Dynamics):
+            return options
+        known = [field.name for field in fields(cls)]
+        if not isinstance(options, (Mapping, type(None))) or not set(options or ()) <= set(known):
+            raise ValueError(f'dynamics must be a dict with any of {known}, got {options!r}')
+        return cls(**(options or {}))
+
+
+FULL_MODEL = Dynamics()
+
+
 def directional_scan_reference(
     z: Tensor,
     q: Tensor,
@@ -48,6 +107,7 @@ def directional_scan_reference(
     directions: Sequence[str],
     row_chunk: int,
     col_chunk: int,
+    dynamics: Dynamics = FULL_MODEL,
 ) -> Tensor:
     """(24)-(26) for arguments that :func:`mmvisionhope.ops.directional_scan` has checked.
 
@@ -70,7 +130,7 @@ def directional_scan_reference(
     for chunk, members in groups.items():
         z_r = torch.stack([serialise(z, directions[r]) for r in members], dim=1)
         q_r = torch.stack([serialise(q, directions[r]) for r in members], dim=1)
-        y_r = srnl(z_r, q_r, state[members], chunk) + skip[members].unsqueeze(-2) * z_r
+        y_r = srnl(z_r, q_r, state[members], chunk, dynamics) + skip[members].unsqueeze(-2) * z_r
         y_r = scale[members].unsqueeze(-2) * y_r
         for r, sequence in zip(members, y_r.unbind(1), strict=True):
             y = y + restore(sequence, directions[r], z.shape[1:3])
@@ -96,11 +156,14 @@ def restore(x: Tensor, direction: str, size: Sequence[int]) -> Tensor:
     return x.unflatten(1, (height, width))
 
 
-def srnl(x: Tensor, q: Tensor, state: Tensor, chunk: int) -> Tensor:
+def srnl(
+    x: Tensor, q: Tensor, state: Tensor, chunk: int, dynamics: Dynamics = FULL_MODEL
+) -> Tensor:
     """Chunk-wise SRNL: x, q (B, R, h, N, d), initial state (R, h, 3d + 2, d) to y like x. (15)-(21)
 
     Within a chunk the memories of its boundary generate every token's quantities and answer its
-    query, ``y_t = M^m_b q_t`` (16); at its end all five become ``M_b G`` (46).
+    query, ``y_t = M^m_b q_t`` (16); at its end all five become ``M_b G`` (46), but for those that
+    ``dynamics`` keeps as learned.
     """
     length, d = x.shape[-2:]
     chunks = math.ceil(length / chunk)
@@ -108,18 +171,23 @@ def srnl(x: Tensor, q: Tensor, state: Tensor, chunk: int) -> Tensor:
     padding = (0, 0, 0, chunks * chunk - length)
     x, q = (F.pad(t, padding).unflatten(-2, (chunks, chunk)) for t in (x, q))
 
+    kv, scalars = dynamics.adaptive_kv, dynamics.adaptive_dynamics
+    evolving = torch.tensor([True] * d + [kv] * 2 * d + [scalars] * 2, device=x.device)[:, None]
     state = state.expand(len(x), *state.shape)
     contents = [state[..., :d, :]]
     # The memories after the last chunk are never read, so it needs no gain.
     for tokens in x.unbind(-3)[:-1]:
-        gain = chunk_gain(*token_quantities(tokens, state[..., d:, :]))
-        state = state @ gain
+        quantities = token_quantities(tokens, state[..., d:, :], dynamics)
+        updated = state @ chunk_gain(*quantities, dgd=dynamics.dgd)
+        state = updated if kv and scalars else torch.where(evolving, updated, state)
         contents.append(state[..., :d, :])
     y = q @ torch.stack(contents, dim=-3).mT
     return y.flatten(-3, -2)[..., :length, :]
 
 
-def token_quantities(x: Tensor, generators: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def token_quantities(
+    x: Tensor, generators: Tensor, dynamics: Dynamics = FULL_MODEL
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What each token x (..., C, d) does to the memories, by (15), (19), (20) and (53).
 
     Args:
@@ -138,11 +206,18 @@ def token_quantities(x: Tensor, generators: Tensor) -> tuple[Tensor, Tensor, Ten
     rate = rate.squeeze(-1).clamp(-SCALAR_LIMIT, SCALAR_LIMIT)
     retention = retention.squeeze(-1) + math.log(RETENTION_INIT / (1 - RETENTION_INIT))
     retention = retention.clamp(-SCALAR_LIMIT, SCALAR_LIMIT)
-    step = executed_step(k, delta, RATE_SCALE * F.softplus(rate), retention)
+    raw_step = dynamics.rate_scale * F.softplus(rate)
+    step = executed_step(k, delta, raw_step, retention, dynamics)
     return k, delta, step, F.logsigmoid(retention)
 
 
-def executed_step(k: Tensor, delta: Tensor, raw_step: Tensor, retention: Tensor) -> Tensor:
+def executed_step(
+    k: Tensor,
+    delta: Tensor,
+    raw_step: Tensor,
+    retention: Tensor,
+    dynamics: Dynamics = FULL_MODEL,
+) -> Tensor:
     """Step-size control, Definition 1: soft injection cap (19), then spectral clamp (20).
 
     The cap ``eta_inj (1 - exp(-eta / eta_inj))`` is written ``eta * (1 - exp(-u)) / u`` with
@@ -156,14 +231,22 @@ def executed_step(k: Tensor, delta: Tensor, raw_step: Tensor, retention: Tensor)
             difference.
     """
     r = torch.sqrt(delta.square().sum(-1) + EPS**2) + EPS
-    u = raw_step * r / (INJECTION_MARGIN * torch.sigmoid(-retention))
-    capped = raw_step * one_minus_exp_over(u)
+    margin = INJECTION_MARGIN * torch.sigmoid(-retention)
+    capped = raw_step
+    if dynamics.injection_cap == 'soft':
+        capped = raw_step * one_minus_exp_over(raw_step * r / margin)
+    elif dynamics.injection_cap == 'hard':
+        capped = torch.minimum(raw_step, margin / r)
 
+    key_square = k.square().sum(-1)
+    bound = SPECTRAL_MARGIN * 2 * torch.sigmoid(retention)
+    if dynamics.spectral_clamp == 'none':
+        return capped
+    if dynamics.spectral_clamp == 'soft':
+        return capped * one_minus_exp_over(capped * key_square / bound)
     # Equation 20 as a comparison, so that a step the clamp leaves alone is never divided by |k|^2:
     # the gradient of a quotient by zero is NaN even where a minimum does not choose it. Where the
     # clamp fires |k|^2 is above 3e-4, since eta is at most 0.26 and alpha at least 4.5e-5.
-    key_square = k.square().sum(-1)
-    bound = SPECTRAL_MARGIN * 2 * torch.sigmoid(retention)
     fires = capped * key_square > bound
     limit = bound / torch.where(fires, key_square, torch.ones_like(key_square))
     # One ulp towards zero; nextafter has no gradient of its own, that of the limit is right.
@@ -182,10 +265,13 @@ def one_minus_exp_over(u: Tensor) -> Tensor:
     return torch.where(small, series, direct)
 
 
-def chunk_gain(k: Tensor, delta: Tensor, step: Tensor, log_retention: Tensor) -> Tensor:
+def chunk_gain(
+    k: Tensor, delta: Tensor, step: Tensor, log_retention: Tensor, dgd: bool = True
+) -> Tensor:
     """The gain G_C (..., d, d) of a chunk, by (46): G_t = G_{t-1} A_t + B_t from G_0 = I.
 
-    A_t = alpha_t I - step_t k_t k_t^T and B_t = -step_t delta_t k_t^T. A tile of T tokens maps G to
+    A_t = alpha_t I - step_t k_t k_t^T (only alpha_t I without DGD) and B_t = -step_t delta_t k_t^T.
+    A tile of T tokens maps G to
     G P + Q; the tiles' P and Q are solved for in parallel, then folded in order.
 
     Args:
@@ -201,7 +287,7 @@ def chunk_gain(k: Tensor, delta: Tensor, step: Tensor, log_retention: Tensor) ->
     step, log_retention = (
         F.pad(t, (0, padding)).unflatten(-1, (tiles, tile)) for t in (step, log_retention)
     )
-    p, q = tile_transition(k, delta, step, log_retention)
+    p, q = tile_transition(k, delta, step, log_retention, dgd)
     (first_p, *ps), (first_q, *qs) = p.unbind(-3), q.unbind(-3)
     gain = first_p + first_q
     for p_tile, q_tile in zip(ps, qs, strict=True):
@@ -210,7 +296,7 @@ def chunk_gain(k: Tensor, delta: Tensor, step: Tensor, log_retention: Tensor) ->
 
 
 def tile_transition(
-    k: Tensor, delta: Tensor, step: Tensor, log_retention: Tensor
+    k: Tensor, delta: Tensor, step: Tensor, log_retention: Tensor, dgd: bool
 ) -> tuple[Tensor, Tensor]:
     """P and Q with G_T = G_0 P + Q after the T tokens of a tile, each (..., d, d).
 
@@ -220,7 +306,8 @@ def tile_transition(
         u_t + sum_{s<t} step_t gamma[t-1, s] (k_t . k_s) u_s
             = step_t (gamma[t-1, 0] G_0 k_t + delta_t),
 
-    which is linear in G_0: solved once for the part that G_0 acts on and once for delta.
+    which is linear in G_0: solved once for the part that G_0 acts on and once for delta. Without
+    DGD, u_t = step_t delta_t.
     """
     d = k.shape[-1]
     # A sum over each segment, since a difference of running sums would cancel. All gamma <= 1.
@@ -229,9 +316,13 @@ def tile_transition(
     gamma = (rows * ones.tril(-1)).cumsum(-2).exp().tril()
 
     step = step.unsqueeze(-1)
-    system = step * gamma[..., :-1, 1:] * (k @ k.mT)  # strictly lower: gamma[t-1, s] = 0 for s >= t
-    target = step * torch.cat([gamma[..., :-1, :1] * k, delta], dim=-1)
-    u = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    if dgd:
+        # Strictly lower: gamma[t-1, s] = 0 for s >= t.
+        system = step * gamma[..., :-1, 1:] * (k @ k.mT)
+        target = step * torch.cat([gamma[..., :-1, :1] * k, delta], dim=-1)
+        u = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    else:
+        u = step * torch.cat([torch.zeros_like(k), delta], dim=-1)
     written = (gamma[..., -1, 1:].unsqueeze(-1) * u).mT @ k
     p_written, q_written = written.split([d, d], dim=-2)
     eye = torch.eye(d, dtype=k.dtype, device=k.device)

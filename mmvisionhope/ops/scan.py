@@ -20,7 +20,7 @@ from .library import (
     directional_scan_op,
     has_kernel,
 )
-from .reference import directional_scan_reference
+from .reference import FULL_MODEL, Dynamics, directional_scan_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MEMORIES = ('content', 'key', 'value', 'rate', 'retention', 'skip', 'scale')
@@ -39,6 +39,7 @@ def directional_scan(
     directions: Sequence[str] = DIRECTIONS,
     row_chunk: int | None = None,
     col_chunk: int | None = None,
+    dynamics: Dynamics | None = None,
 ) -> Tensor:
     r"""Self-referential nested learning along directional scans of a feature map, fused.
 
@@ -74,6 +75,7 @@ def directional_scan(
             ``'down'`` (column-major) and ``'up'`` (its reverse).
         row_chunk: tokens per chunk for right and left; None is W. May exceed H * W.
         col_chunk: tokens per chunk for down and up; None is H.
+        dynamics: an ablation of the above, which runs in plain PyTorch; None is the full model.
 
     Returns:
         y, shaped and typed like ``z``, contiguous. Memories and step arithmetic are float32
@@ -123,7 +125,8 @@ def directional_scan(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     memories = {name: tensors[name].to(compute) for name in MEMORIES}
     with torch.autocast(device, enabled=False):
-        if has_kernel(z, content.shape[-1]):
+        full = dynamics is None or Dynamics.of(dynamics) == FULL_MODEL
+        if full and has_kernel(z, content.shape[-1]):
             save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
             codes = [DIRECTIONS.index(name) for name in directions]
             y, _ = directional_scan_op(
@@ -131,7 +134,7 @@ def directional_scan(
             )
             return y
         if not torch.compiler.is_compiling():
-            _warn_slow(_why_slow(z, content.shape[-1]))
+            _warn_slow(_why_slow(z, content.shape[-1]) if full else f'kernels have no {dynamics}')
         y = directional_scan_reference(
             tensors['z'].to(compute),
             tensors['q'].to(compute),
@@ -139,6 +142,7 @@ def directional_scan(
             directions=directions,
             row_chunk=row_chunk,
             col_chunk=col_chunk,
+            dynamics=dynamics or FULL_MODEL,
         )
         return y.to(dtype)
 
