@@ -8,10 +8,24 @@ from .version import __version__
 __all__ = ['__version__']
 
 if find_spec('torch') and find_spec('mmengine'):
-    from .engine import EpochSeedHook, GpuAmpOptimWrapper, seed_worker_from_torch
-    from .models import VisionHOPE
+    from .engine import (
+        EpochSeedHook,
+        GpuAmpOptimWrapper,
+        MESAHook,
+        VisionHOPEOptimWrapperConstructor,
+        seed_worker_from_torch,
+    )
+    from .models import VisionHOPE, VisionHOPENeck
 
-    __all__ += ['EpochSeedHook', 'GpuAmpOptimWrapper', 'VisionHOPE', 'seed_worker_from_torch']
+    __all__ += [
+        'EpochSeedHook',
+        'GpuAmpOptimWrapper',
+        'MESAHook',
+        'VisionHOPE',
+        'VisionHOPENeck',
+        'VisionHOPEOptimWrapperConstructor',
+        'seed_worker_from_torch',
+    ]
 else:
     warnings.warn(
         'mmvisionhope needs torch and mmengine, so nothing of it is registered: '

@@ -1,3 +1,4 @@
+from .heads import VisionHOPENeck
 from .visionhope import VisionHOPE
 
-__all__ = ['VisionHOPE']
+__all__ = ['VisionHOPE', 'VisionHOPENeck']
