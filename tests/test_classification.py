@@ -311,3 +311,203 @@ def test_mesa_starts_at_its_epoch(unbroken):
     for step in steps:
         # The log counts epochs from one.
         assert ('loss_mesa' in step) == (step['epoch'] > MESA_EPOCH)
+
+
+def test_mesa_is_the_soft_cross_entropy_to_the_average_in_eval_mode(faces, tmp_path):
+    config = faces_config(faces, tmp_path)
+    config.custom_hooks[-1].update(begin_epoch=0, loss_weight=1.5)
+    runner = Runner.from_cfg(config)
+    model = runner.model
+    mesa = next(hook for hook in runner.hooks if isinstance(hook, MESAHook))
+    ema = next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
+    ema.before_run(runner)
+    mesa.before_train(runner)
+    mesa._active = True
+    with torch.no_grad():
+        for parameter in ema.ema_model.module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.train()
+    teacher = ema.ema_model.module
+    batch = next(iter(runner.build_dataloader(config.train_dataloader)))
+    data = model.data_preprocessor(batch, training=True)
+    torch.manual_seed(1)
+    scores = model.head(model.extract_feat(data['inputs']))
+    torch.manual_seed(1)  # the same blocks drop out
+    losses = model(**data, mode='loss')
+    expected = teacher(data['inputs']).softmax(1) * scores.log_softmax(1)
+    torch.testing.assert_close(losses['loss_mesa'], -1.5 * expected.sum(1).mean())
+    assert not teacher.training and losses['loss_mesa'].requires_grad
+    assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
+    mesa.after_train(runner)
+    assert 'loss_mesa' not in model(**data, mode='loss')
+
+
+def test_mesa_fits_any_classifier_of_mmpretrain(faces, tmp_path):
+    config = faces_config(faces, tmp_path, epochs=1)
+    config.model.backbone = dict(type='ResNet', depth=18, norm_eval=False)
+    config.model.neck = dict(type='GlobalAveragePooling')
+    config.model.head.in_channels = 512
+    config.train_dataloader.dataset.indices = 32
+    config.param_scheduler = []
+    config.custom_hooks[-1].begin_epoch = 0
+    Runner.from_cfg(config).train()
+    steps, _ = logged(tmp_path)
+    assert steps and all(np.isfinite(step['loss_mesa']) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(begin_epoch=-1), 'begin_epoch must be an integer from 0 on, got -1'),
+        (dict(loss_weight=0), 'loss_weight must be a positive number, got 0'),
+    ],
+)
+def test_arguments_of_mesa_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        MESAHook(**options)
+
+
+def test_mesa_without_an_average_is_refused_before_training(faces, tmp_path):
+    config = faces_config(faces, tmp_path)
+    del config.custom_hooks[-2]
+    with pytest.raises(ValueError, match='MESAHook needs one EMAHook'):
+        Runner.from_cfg(config).train()
+
+
+def test_the_average_is_what_is_validated_and_saved(unbroken, faces, tmp_path):
+    runner, work_dir = unbroken
+    ema = next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
+    saved = load_checkpoint_file(str(work_dir / 'epoch_4.pth'))
+    average = ema.ema_model.module.state_dict()
+    assert all(torch.equal(value, average[name]) for name, value in saved['state_dict'].items())
+    name = 'head.fc.weight'
+    assert not torch.equal(runner.model.state_dict()[name], average[name])
+
+    seen = {}
+
+    def record(runner, *_, **__):
+        seen.update({n: v.clone() for n, v in runner.model.state_dict().items()})
+
+    for hook in runner.hooks:
+        if isinstance(hook, MESAHook):
+            hook.before_val_iter = record
+    runner.val_loop.run()
+    assert all(torch.equal(seen[name], value) for name, value in average.items())
+
+
+def test_a_resumed_run_equals_an_unbroken_one_bitwise(unbroken, faces, tmp_path):
+    """From before MESA begins to after: weights, average, its step count, optimizer and losses."""
+    _, work_dir = unbroken
+    config = faces_config(faces, tmp_path)
+    config.load_from = str(work_dir / 'epoch_1.pth')
+    config.resume = True
+    Runner.from_cfg(config).train()
+    whole, parts = (load_checkpoint_file(str(w / 'epoch_4.pth')) for w in (work_dir, tmp_path))
+    for key in ('state_dict', 'ema_state_dict'):
+        assert whole[key].keys() == parts[key].keys()
+        assert all(torch.equal(value, parts[key][name]) for name, value in whole[key].items())
+    assert int(parts['ema_state_dict']['steps']) == 20
+    for index, state in whole['optimizer']['state'].items():
+        for name, value in state.items():
+            assert torch.equal(value, parts['optimizer']['state'][index][name])
+    timeless = ('loss', 'loss_mesa', 'grad_norm', 'lr', 'step')
+    steps, resumed = (
+        [{k: line[k] for k in timeless if k in line} for line in logged(w)[0]]
+        for w in (work_dir, tmp_path)
+    )
+    assert resumed == steps[5:]
+
+
+def test_resuming_within_mesa_is_exact_too(unbroken, faces, tmp_path):
+    _, work_dir = unbroken
+    config = faces_config(faces, tmp_path)
+    config.load_from = str(work_dir / 'epoch_3.pth')
+    config.resume = True
+    Runner.from_cfg(config).train()
+    whole, parts = (load_checkpoint_file(str(w / 'epoch_4.pth')) for w in (work_dir, tmp_path))
+    for key in ('state_dict', 'ema_state_dict'):
+        assert all(torch.equal(value, parts[key][name]) for name, value in whole[key].items())
+
+
+def test_it_learns_to_tell_faces(faces, tmp_path):
+    config = faces_config(faces, tmp_path, epochs=10)
+    config.param_scheduler = []
+    config.optim_wrapper.optimizer.lr = 2e-3
+    Runner.from_cfg(config).train()
+    steps, tests = logged(tmp_path)
+    first, last = (np.mean([s['loss'] for s in part]) for part in (steps[:5], steps[-5:]))
+    assert last < first
+    # 20 of 40 by chance.
+    assert tests[-1]['accuracy/top1'] >= 80
+
+
+def test_tools_train_and_test_a_config_of_ones_own(faces, tmp_path):
+    faces_config(faces, tmp_path / 'work', epochs=1).dump(tmp_path / 'faces.py')
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
+
+    def run(tool, *arguments):
+        command = [sys.executable, str(ROOT / 'tools' / f'{tool}.py'), 'faces.py', *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    result = run('train')
+    assert result.returncode == 0, result.stderr[-3000:]
+    result = run('test', 'work/epoch_1.pth')
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert 'accuracy/top1' in result.stdout + result.stderr
+    result = run('train', '--cfg-options', 'train_dataloader.dataset.data_root=nowhere')
+    assert result.returncode == 2
+    assert 'nowhere/train, which train_dataloader' in result.stderr
+    assert 'IMAGENET_ROOT' in result.stderr
+
+
+# -- The authors' ImageNet files ---------------------------------------------------------------
+
+
+def released_file(shared, path, name='tiny'):
+    """A file in the authors' format with random weights."""
+    shapes = json.loads((shared / 'spec' / f'state_dict_{name}.json').read_text())
+    weights = {
+        n: torch.zeros((), dtype=torch.long) if n.endswith('tracked') else 0.02 * torch.randn(s)
+        for n, s in shapes.items()
+    }
+    weights |= {n: w.abs() + 1 for n, w in weights.items() if n.endswith('running_var')}
+    torch.save({'state_dict': weights}, path)
+    return weights
+
+
+def test_the_inferencer_takes_our_config_and_the_authors_file(shared, tmp_path):
+    from mmpretrain import ImageClassificationInferencer
+
+    path = tmp_path / 'visionhope_tiny.pth'
+    weights = released_file(shared, path)
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        inferencer = ImageClassificationInferencer(str(TINY), pretrained=str(path), device='cpu')
+        (result,) = inferencer(np.full((240, 300, 3), 90, np.uint8))
+    state = inferencer.model.state_dict()
+    assert len(state) == len(weights)
+    assert torch.equal(state['head.fc.weight'], weights['head.weight'])
+    assert torch.equal(state['neck.norm.bias'], weights['norm.bias'])
+    assert torch.equal(
+        state['backbone.stages.3.3.ffn.fc2.bias'], weights['stages.3.3.ffn.fc2.bias']
+    )
+    assert result['pred_scores'].shape == (1000,) and isinstance(result['pred_class'], str)
+
+
+def test_test_and_train_take_the_authors_file_for_a_classifier(shared, faces, tmp_path):
+    """As checkpoint to test, and whole: a file that lacks something is refused."""
+    from mmvisionhope.engine import cli
+
+    config = faces_config(faces, tmp_path)
+    config.model = load().model
+    path = tmp_path / 'visionhope_tiny.pth'
+    weights = released_file(shared, path)
+    config.load_from = str(path)
+    runner = Runner.from_cfg(config)
+    cli.check_weights(runner, weights, str(path))
+    runner.load_or_resume()
+    assert torch.equal(runner.model.state_dict()['head.fc.bias'], weights['head.bias'])
+    del weights['head_norm.weight']
+    with pytest.raises(cli.UsageError, match='it lacks neck.head_norm.weight'):
+        cli.check_weights(runner, weights, str(path))
