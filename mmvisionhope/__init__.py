@@ -8,16 +8,25 @@ from .version import __version__
 __all__ = ['__version__']
 
 if find_spec('torch') and find_spec('mmengine'):
-    from .engine import EpochSeedHook, GpuAmpOptimWrapper, seed_worker_from_torch
-    from .models import SRNL, PlainVisionHOPE, SimpleFeaturePyramid, VisionHOPE
+    from .engine import (
+        EpochSeedHook,
+        GpuAmpOptimWrapper,
+        MESAHook,
+        VisionHOPEOptimWrapperConstructor,
+        seed_worker_from_torch,
+    )
+    from .models import SRNL, PlainVisionHOPE, SimpleFeaturePyramid, VisionHOPE, VisionHOPENeck
 
     __all__ += [
         'SRNL',
         'EpochSeedHook',
         'GpuAmpOptimWrapper',
+        'MESAHook',
         'PlainVisionHOPE',
         'SimpleFeaturePyramid',
         'VisionHOPE',
+        'VisionHOPENeck',
+        'VisionHOPEOptimWrapperConstructor',
         'seed_worker_from_torch',
     ]
 else:

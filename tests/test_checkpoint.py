@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from mmengine.logging import HistoryBuffer
+from mmengine.logging import HistoryBuffer, MMLogger
 from mmengine.model import PretrainedInit
 from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import CheckpointLoader
@@ -39,6 +39,21 @@ def test_imagenet_weights_fill_the_backbone_and_leave_output_norms(released):
     state = pretrained(path).state_dict()
     assert all(torch.equal(state[name], value.to(state[name])) for name, value in weights.items())
     assert (state['out_norms.0.weight'] == 1).all()
+
+
+def test_head_and_output_norms_are_reported_and_anything_else_is_an_error(released, caplog):
+    path, weights = released
+    with caplog.at_level('INFO', logger='mmengine'):
+        logger = MMLogger.get_instance('weights', log_level='INFO')
+        logger.propagate = True
+        with caplog.at_level('INFO', logger='weights'):
+            logger.addHandler(caplog.handler)
+            pretrained(path)
+    assert 'not used by VisionHOPE: head.weight, norm.weight' in caplog.text
+    assert 'stays as initialised: out_norms.0.bias' in caplog.text
+    torch.save({'state_dict': weights | {'stages.0.0.extra': torch.ones(1)}}, path)
+    with pytest.raises(ValueError, match='has no stages.0.0.extra'):
+        pretrained(path)
 
 
 def test_a_backbone_with_fewer_stages_takes_what_it_has(released):
@@ -79,6 +94,7 @@ def test_a_prefix_takes_the_backbone_out_of_a_detector(released, tmp_path, prefi
     [
         (dict(ARCH, embed_dims=[16, 48, 32, 32]), None, 'another architecture.*instead of'),
         (dict(ARCH, depths=[1, 3, 1, 1]), None, 'another architecture.*it lacks stages.1.2'),
+        (dict(ARCH, depths=[1, 1, 1, 1]), None, 'another architecture.*has no stages.1.1'),
         (ARCH, 'encoder', "no weights of VisionHOPE under prefix 'encoder.'"),
     ],
 )
@@ -174,5 +190,10 @@ def test_check_match_names_what_differs():
         check_match(model, {'a': torch.ones(1)}, 'x.pth')
     with pytest.raises(ValueError, match=r'weight \(1,\) instead of \(3, 2\)'):
         check_match(model, {'weight': torch.ones(1)}, 'x.pth')
+    check_match(
+        model, model.state_dict() | {'extra.x': torch.ones(1)}, 'x.pth', leftover=['extra.']
+    )
+    with pytest.raises(ValueError, match='x.pth is of another architecture.*has no extra'):
+        check_match(model, model.state_dict() | {'extra': torch.ones(1)}, 'x.pth', leftover=())
     with pytest.raises(ValueError, match='it lacks bias'):
         check_match(model, {'weight': torch.ones(3, 2)}, 'x.pth')

@@ -1,4 +1,10 @@
-from .hooks import EpochSeedHook, seed_worker_from_torch
-from .optim import GpuAmpOptimWrapper
+from .hooks import EpochSeedHook, MESAHook, seed_worker_from_torch
+from .optim import GpuAmpOptimWrapper, VisionHOPEOptimWrapperConstructor
 
-__all__ = ['EpochSeedHook', 'GpuAmpOptimWrapper', 'seed_worker_from_torch']
+__all__ = [
+    'EpochSeedHook',
+    'GpuAmpOptimWrapper',
+    'MESAHook',
+    'VisionHOPEOptimWrapperConstructor',
+    'seed_worker_from_torch',
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path as osp
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ UNREADABLE = (
     ValueError,
     struct.error,
 )
+
+# What an ImageNet model of the authors has behind its backbone.
+IMAGENET_HEAD = ('norm.', 'head_pre_logits.', 'head_norm.', 'head.')
 
 
 def _safe_globals() -> list:
@@ -91,11 +94,41 @@ def state_dict_of(checkpoint: Mapping, filename: str) -> dict[str, Tensor]:
     return {name.removeprefix('module.'): value for name, value in weights.items()}
 
 
+def released_to_classifier(name: str) -> str:
+    """The name that a weight of the authors' ImageNet models has in mmpretrain's classifier."""
+    if name.startswith('head.'):
+        return name.replace('head.', 'head.fc.', 1)
+    return ('neck.' if name.startswith(IMAGENET_HEAD) else 'backbone.') + name
+
+
+def classifier_to_released(name: str) -> str:
+    """The inverse of :func:`released_to_classifier`."""
+    if name.startswith('head.fc.'):
+        return name.replace('head.fc.', 'head.', 1)
+    return name.removeprefix('neck.').removeprefix('backbone.')
+
+
+def rename_for_classifier(weights: MutableMapping[str, Tensor], prefix: str = '') -> None:
+    """Give the authors' ImageNet weights the names of mmpretrain's classifier, in place.
+
+    Other weights keep theirs.
+
+    Args:
+        weights: names and tensors.
+        prefix: of the names that are meant.
+    """
+    if f'{prefix}head_pre_logits.weight' not in weights:
+        return
+    for name in [name for name in weights if name.startswith(prefix)]:
+        weights[prefix + released_to_classifier(name.removeprefix(prefix))] = weights.pop(name)
+
+
 def check_match(
     module: nn.Module,
     weights: Mapping[str, Tensor],
     filename: str,
     optional: Iterable[str] = (),
+    leftover: Iterable[str] | None = None,
 ) -> None:
     """Raise unless ``weights`` fill ``module``, so that no model runs on weights it only half got.
 
@@ -106,9 +139,11 @@ def check_match(
         weights: names and tensors of the file.
         filename: named in the messages.
         optional: prefixes of names that the file may lack.
+        leftover: prefixes of names that the module may lack; None allows any.
 
     Raises:
-        ValueError: nothing matches, an entry is missing, or a shape differs.
+        ValueError: nothing matches, an entry is missing or is not allowed to be left over, or a
+            shape differs.
     """
     own = module.state_dict()
     optional = tuple(optional)
@@ -138,6 +173,13 @@ def check_match(
             f'it lacks {_some(sorted(missing))}'
         )
     unused = sorted(weights.keys() - own.keys())
+    if leftover is not None:
+        allowed = tuple(leftover)
+        if unknown := [name for name in unused if not name.startswith(allowed)]:
+            raise ValueError(
+                f'checkpoint {filename} is of another architecture than {model}, '
+                f'which has no {_some(unknown)}'
+            )
     if unused:
         print_log(f'{filename}: not used by {model}: {_some(unused)}', logger='current')
     initial = sorted(own.keys() - weights.keys())

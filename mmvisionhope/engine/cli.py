@@ -15,7 +15,15 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from torch import Tensor
 
-from .checkpoint import check_match, load_checkpoint_file, state_dict_of
+from .checkpoint import (
+    check_match,
+    load_checkpoint_file,
+    rename_for_classifier,
+    state_dict_of,
+)
+
+# What moves the data of each toolbox's configs.
+DATA_ROOTS = dict(mmdet='COCO_ROOT', mmseg='ADE20K_ROOT', mmpretrain='IMAGENET_ROOT')
 
 
 class UsageError(Exception):
@@ -98,18 +106,22 @@ def check_data(config: Config, *loaders: str) -> None:
     Raises:
         UsageError: names the path and what moves it.
     """
+    variable = DATA_ROOTS.get(config.get('default_scope', ''))
+    moved = f'by {variable} or by' if variable else 'by'
     for loader in loaders:
         for dataset in _datasets(config.get(loader, {}).get('dataset', {})):
             root = dataset.get('data_root') or ''
-            prefixes = dataset.get('data_prefix') or {}
-            parts = [dataset.get('ann_file'), *prefixes.values()]
+            # mmpretrain's data sets take one folder, or find it in the root by the split's name.
+            prefixes = dataset.get('data_prefix') or (root and dataset.get('split')) or {}
+            folders = [prefixes] if isinstance(prefixes, str) else prefixes.values()
+            parts = [dataset.get('ann_file'), *folders]
             for part in parts:
                 path = osp.join(root, part) if isinstance(part, str) else ''
                 # Addresses of a file client are for mmengine to reach.
                 if path and '://' not in path and not osp.exists(path):
                     raise UsageError(
                         f'{path}, which {loader} of the config reads, does not exist: put the data '
-                        'there, or say where it is by COCO_ROOT or by '
+                        f'there, or say where it is {moved} '
                         f'--cfg-options {loader}.dataset.data_root=...'
                     )
         evaluator = loader.replace('dataloader', 'evaluator')
@@ -118,7 +130,7 @@ def check_data(config: Config, *loaders: str) -> None:
             if path and '://' not in path and not osp.exists(path):
                 raise UsageError(
                     f'{path}, which {evaluator} of the config reads, does not exist: say where it '
-                    f'is by COCO_ROOT or by --cfg-options {evaluator}.ann_file=...'
+                    f'is {moved} --cfg-options {evaluator}.ann_file=...'
                 )
 
 
@@ -160,6 +172,9 @@ def check_weights(
     while not weights.keys() & model.state_dict().keys() and hasattr(model, 'module'):
         model = model.module
     own = model.state_dict()
+    if 'neck.head_pre_logits.weight' in own:
+        weights = dict(weights)
+        rename_for_classifier(weights)
     if not whole and any(n in own and own[n].shape == w.shape for n, w in weights.items()):
         return
     try:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from mmvisionhope.engine.checkpoint import check_match, load_checkpoint_file, state_dict_of
+from mmvisionhope.engine.checkpoint import (
+    IMAGENET_HEAD,
+    check_match,
+    load_checkpoint_file,
+    rename_for_classifier,
+    state_dict_of,
+)
 from mmvisionhope.ops import Dynamics
 from mmvisionhope.ops.scan import DIRECTIONS
 
@@ -190,12 +196,12 @@ class VisionHOPE(BaseModule):
     def init_weights(self) -> None:
         """Run ``init_cfg``; a ``Pretrained`` entry is read with ``weights_only`` and strictly.
 
-        Weights of stages that are not built and the ImageNet head are left over, and output norms
-        may be missing (they are no part of ImageNet training).
+        The ImageNet head and what belongs to stages that are not built are left over, output norms
+        may be left over or missing (they are no part of ImageNet training); the log names both.
 
         Raises:
             ValueError: nothing in the file, or nothing under its prefix, is for this model, an
-                entry is missing, or a shape differs.
+                entry is missing or unknown, or a shape differs.
         """
         configured = self.init_cfg
         entries = configured if isinstance(configured, (list, tuple)) else [configured or {}]
@@ -227,8 +233,47 @@ class VisionHOPE(BaseModule):
                 f'checkpoint {filename} has no weights of VisionHOPE under prefix {prefix!r}; '
                 f'its names begin like {names[0]}{advice}'
             )
-        check_match(self, weights, filename, optional=['out_norms.'])
+        unbuilt = [
+            f'{part}.{i}.'
+            for part in ('downsample_layers', 'stages')
+            for i in range(len(self.stages), len(self.depths))
+        ]
+        check_match(
+            self,
+            weights,
+            filename,
+            optional=['out_norms.'],
+            leftover=[*IMAGENET_HEAD, 'out_norms.', *unbuilt],
+        )
         self.load_state_dict(weights, strict=False)
+
+    @staticmethod
+    def _checkpoint_filter(state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+        """mmpretrain's classifier calls it before it loads weights: the authors' files fit too."""
+        rename_for_classifier(state_dict, prefix)
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        """The layer of a parameter and the number of layers, for layer-wise learning rates.
+
+        The stem is layer 0 and every block a layer; a downsampling goes with the block after it,
+        an output norm with the block before it, and what is not under ``prefix`` is the last layer.
+
+        Raises:
+            ValueError: the backbone has no such part.
+        """
+        layers = sum(self.depths[: len(self.stages)]) + 2
+        if not param_name.startswith(prefix):
+            return layers - 1, layers
+        part, *rest = param_name[len(prefix) :].split('.')
+        if part not in ('downsample_layers', 'stages', 'out_norms'):
+            raise ValueError(f'VisionHOPE has no parameter {param_name}')
+        stage = int(rest[0])
+        first = sum(self.depths[:stage]) + 1
+        if part == 'stages':
+            return first + int(rest[1]), layers
+        if part == 'out_norms':
+            return first + self.depths[stage] - 1, layers
+        return (first if stage else 0), layers
 
     def _check_images(self, x: Tensor) -> None:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
