@@ -1,3 +1,3 @@
-from .complexity import count_macs
+from .complexity import Complexity, complexity, count_macs
 
-__all__ = ['count_macs']
+__all__ = ['Complexity', 'complexity', 'count_macs']

@@ -39,7 +39,7 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-class _Options(DictAction):
+class Options(DictAction):
     """mmengine's key=value pairs, with an error of argparse for what is none."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
@@ -57,7 +57,7 @@ def argument_parser(description: str, config: str | None = None) -> argparse.Arg
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=_Options,
+        action=Options,
         help='override settings of the config: key=value pairs, lists as key="[a,b]" or key=a,b',
     )
     parser.add_argument(

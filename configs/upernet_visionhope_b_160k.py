@@ -1,0 +1,12 @@
+_base_ = [
+    './_base_/models/upernet_visionhope.py',
+    './_base_/datasets/ade20k.py',
+    './_base_/schedules/ade20k_160k.py',
+    './_base_/segmentation_runtime.py',
+]
+
+model = dict(
+    backbone=dict(arch='base', drop_path_rate=0.4),
+    decode_head=dict(in_channels=[96, 192, 448, 640]),
+    auxiliary_head=dict(in_channels=448),
+)
