@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from mmvisionhope.ops.library import DIRECTIONS
+
 # What the paper's figures for Mask R-CNN are counted with.
 PROPOSALS, MASKS = 1000, 100
 
@@ -94,8 +96,8 @@ def complexity(model: nn.Module, image_size: Sequence[int]) -> Complexity:
         )
     ]
     training = model.training
-    # The op as one, whatever the device and whether it is compiled: nothing runs it.
-    fused = patch('mmvisionhope.ops.scan.has_kernel', lambda *_: True)
+    # One operator wherever the scan would run in plain PyTorch: Equation 56 is of the scan.
+    fused = patch('mmvisionhope.ops.scan.directional_scan_reference', _scan)
     try:
         with torch.no_grad(), fused, FakeTensorMode(allow_non_fake_inputs=True), counter:
             _predict(model.eval(), torch.empty(1, 3, *image_size, device=next(iter(names)).device))
@@ -105,6 +107,14 @@ def complexity(model: nn.Module, image_size: Sequence[int]) -> Complexity:
             hook.remove()
     found.unused = [name for parameter, name in names.items() if parameter not in counter.touched]
     return found
+
+
+def _scan(z, q, *, directions, row_chunk, col_chunk, dynamics=None, **memories) -> Tensor:
+    codes = [DIRECTIONS.index(name) for name in directions]
+    y, _ = torch.ops.mmvisionhope.directional_scan(
+        z, q, *memories.values(), codes, row_chunk, col_chunk, False
+    )
+    return y
 
 
 def _predict(model: Any, image: Tensor) -> None:
@@ -169,6 +179,6 @@ _FREE = {
     *(_aten.empty, _aten.new_empty, _aten.zeros, _aten.new_zeros, _aten.ones, _aten.fill_),
     *(_aten.cat, _aten.stack, _aten.constant_pad_nd, _aten.roll, _aten.index, _aten.arange),
     *(_aten.sum, _aten.mean, _aten.amax, _aten._softmax, _aten.max_pool2d_with_indices),
-    *(_aten.gelu_, _aten.promote_types),
+    *(_aten.gelu_, _aten.promote_types, _aten.as_strided_),
     torch.ops.prim.device,
 }
