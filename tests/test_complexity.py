@@ -1,4 +1,4 @@
-"""Counting multiply-adds: the figures of the paper, its Equation 57, nothing left out in silence."""
+"""Counting multiply-adds: the figures of the paper, Equation 57, nothing left out in silence."""
 
 import runpy
 import sys

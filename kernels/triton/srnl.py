@@ -12,7 +12,7 @@ from mmvisionhope.ops import reference
 
 TILE = tl.constexpr(16)
 
-RATE_SCALE = tl.constexpr(reference.RATE_SCALE)
+RATE_SCALE = tl.constexpr(reference.FULL_MODEL.rate_scale)
 RETENTION_LOGIT = tl.constexpr(math.log(reference.RETENTION_INIT / (1 - reference.RETENTION_INIT)))
 SCALAR_LIMIT = tl.constexpr(reference.SCALAR_LIMIT)
 EPS = tl.constexpr(reference.EPS)
