@@ -1,4 +1,4 @@
-"""Speed, as ratios of things run in one process: python benchmarks/run.py [scan|backbones] ...
+"""Speed, as ratios of things run in one process: python benchmarks/run.py scan backbones gpu
 
 Everything compared is run in turns, so that a noisy machine slows all alike; figures are medians.
 A speed-up is printed only if what is faster is as close to float64 as what it replaces.
@@ -26,6 +26,8 @@ from mmvisionhope.ops.scan import DIRECTIONS
 # (batch, height, width, heads) of 16 channels: VisionHOPE-T's stages 1 and 3 at 224, stage 1 at
 # 800 x 1333, and a batch of larger maps.
 SCAN_SHAPES = [(1, 56, 56, 2), (8, 14, 14, 8), (1, 200, 334, 2), (2, 128, 128, 2)]
+# The same on a GPU, by images as one trains with.
+GPU_SHAPES = [(1, 200, 334, 2), (16, 200, 334, 2), (128, 56, 56, 2), (128, 14, 14, 8)]
 LINEAR_SIDES = [64, 128, 256, 512]
 HEAD_DIMS = 16
 TURN = 0.02
@@ -33,7 +35,9 @@ TURN = 0.02
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('what', nargs='*', choices=[*BENCHMARKS, []], help='default: all')
+    parser.add_argument(
+        'what', nargs='*', choices=[*BENCHMARKS, []], help='default: all that run here'
+    )
     parser.add_argument('--threads', type=int, default=1)
     parser.add_argument('--repeats', type=int, default=9)
     args = parser.parse_args()
@@ -41,7 +45,8 @@ def main() -> None:
     # The reference's best form: its memories fade into denormals, which are slow.
     torch.set_flush_denormal(True)
     print(machine(args.threads))
-    for name in args.what or BENCHMARKS:
+    default = [name for name in BENCHMARKS if name != 'gpu' or torch.cuda.is_available()]
+    for name in args.what or default:
         print(f'\n{name}')
         BENCHMARKS[name](args.repeats)
 
@@ -219,7 +224,64 @@ def backbones(repeats: int) -> None:
             )
 
 
-BENCHMARKS = {'scan': scan, 'backbones': backbones}
+def gpu(repeats: int) -> None:
+    """The op on a GPU: rates against the device's own, and the gains against token by token."""
+    if not torch.cuda.is_available():
+        raise SystemExit('gpu: torch sees no GPU here')
+    from per_token import chunk_gains
+    from triton.testing import do_bench
+
+    from mmvisionhope.ops.triton_kernels import launch
+
+    def seconds(function: Callable[[], object]) -> float:
+        rounds = [do_bench(function, return_mode='median') for _ in range(repeats)]
+        return statistics.median(rounds) * 1e-3
+
+    big = torch.empty(2**28, device='cuda')
+    bandwidth = 2 * big.nbytes / seconds(lambda: big.clone())
+    a = torch.randn(8192, 8192, device='cuda')
+    rates = {}
+    for name, precision in (('float32', 'highest'), ('tf32', 'high')):
+        torch.set_float32_matmul_precision(precision)
+        rates[name] = 2 * 8192**3 / seconds(lambda: a @ a)
+    torch.set_float32_matmul_precision('highest')
+    del big, a
+    print(f'{torch.cuda.get_device_name()}: {bandwidth / 1e12:.2f} TB/s copied')
+    print(', '.join(f'{name} products {rate / 1e12:.0f} TFLOP/s' for name, rate in rates.items()))
+    print('TFLOP/s by Equation 56; TB/s of z, q, y, and of their gradients for both')
+    header = ('shape', 'inputs', 'fwd ms', 'TFLOP/s', 'TB/s', 'ratio', 'fwd+bwd ms', 'TFLOP/s')
+    header += ('TB/s', 'ratio', 'gains ms', 'by token')
+    print(('{:18}{:8}' + '{:>11}' * 10).format(*header))
+    for shape in GPU_SHAPES:
+        for alive in (False, True):
+            case = Scan.of(shape, alive)
+            case.tensors = [t.detach().cuda().requires_grad_() for t in case.tensors]
+            exact = case.exact()
+            error = difference(case.both(directional_scan), exact)
+            usual = difference(case.both(case.reference), exact)
+            del exact
+            z, _, content, *memories = (t.detach() for t in case.tensors[:7])
+            scan_ = launch.Scan.of(z, content, range(4), z.shape[2], z.shape[1])
+            ours, plain = (
+                function(scan_, z, *memories) for function in (launch.chunk_gains, chunk_gains)
+            )
+            apart = ((ours - plain).norm() / plain.norm()).item()
+            if error > max(2e-5, 3 * usual) or apart > 1e-4:
+                print(f'{shape!s:18} off by {error:.0e}, gains by {apart:.0e}: no speed-up')
+                continue
+            flops = 2 * (6 * HEAD_DIMS**2 + 20 * HEAD_DIMS) * case.tokens
+            row = f'{shape!s:18}{"alive" if alive else "fading":8}'
+            for run, times in ((case.forward, 1), (case.both, 3)):
+                own = seconds(lambda run=run: run(directional_scan))
+                eager = seconds(lambda run=run, case=case: run(case.reference))
+                row += f'{own * 1e3:11.3f}{times * flops / own / 1e12:11.2f}'
+                row += f'{times * 3 * z.nbytes / own / 1e12:11.2f}{eager / own:11.1f}'
+            for function in (launch.chunk_gains, chunk_gains):
+                row += f'{seconds(lambda f=function, s=scan_: f(s, z, *memories)) * 1e3:11.3f}'
+            print(row)
+
+
+BENCHMARKS = {'scan': scan, 'backbones': backbones, 'gpu': gpu}
 
 if __name__ == '__main__':
     main()

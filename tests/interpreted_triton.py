@@ -5,7 +5,9 @@ The GPU kernels take the place of the compiled op for CPU tensors, so that every
 the interpreter takes some 70 ms for a chunk.
 """
 
+import importlib.util
 import os
+from pathlib import Path
 
 os.environ['TRITON_INTERPRET'] = '1'
 
@@ -22,6 +24,9 @@ pytestmark = [
     pytest.mark.filterwarnings('ignore:Warning only once for all operators'),
     pytest.mark.filterwarnings('ignore:Conversion of an array with ndim > 0'),
 ]
+
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -122,6 +127,16 @@ def test_nothing_is_left_unwritten():
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_the_baseline_of_the_benchmark_forms_the_same_gains():
+    spec = importlib.util.spec_from_file_location('per_token', ROOT / 'benchmarks/per_token.py')
+    per_token = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(per_token)
+    z, _, content, *memories = arguments(3, 17, d=16, dtype=torch.float32, grad=False)[:7]
+    walks = launch.Scan.of(z, content, range(4), 17, 3)
+    ours, plain = (f(walks, z, *memories) for f in (launch.chunk_gains, per_token.chunk_gains))
+    assert relative(ours, plain) < 1e-6
 
 
 def test_a_map_beyond_the_index_range_is_refused():

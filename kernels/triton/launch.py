@@ -193,16 +193,9 @@ def forward(
         t.contiguous() for t in (content, key, value, rate, retention, scale)
     )
     scale = scale.view_as(rate)
-    gains = content.new_empty(scan.batch, scan.heads, scan.all_chunks, scan.d, scan.d)
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    tiles = scan.tiles(choice.gains_tiles)
     with torch.cuda.device_of(z):
-        launch(
-            gains_kernel, (scan.chains,),
-            z, *z.stride(), key, value, rate, retention, gains, *scan.sizes,
-            D=scan.d, TILES=tiles, LOG_TILES=tiles.bit_length() - 1, PRECISION=chain,
-            num_warps=max(choice.gains_warps * tiles // choice.gains_tiles, 1),
-        )  # fmt: skip
+        gains = chunk_gains(scan, z, key, value, rate, retention)
         readers = _readers(scan, content, scale, gains, chain)
         launch(
             reads_kernel, (_blocks(scan), scan.batch * scan.heads),
@@ -279,6 +272,22 @@ def backward(
     dskip = scale * through
     dscale += skip * through
     return dz, dq, *dmemories, dskip.sum(0) if skip.ndim == 2 else dskip, dscale.flatten(1)
+
+
+def chunk_gains(
+    scan: Scan, z: Tensor, key: Tensor, value: Tensor, rate: Tensor, retention: Tensor
+) -> Tensor:
+    """The serial part of the forward: for each chunk, the product of the gains before it."""
+    choice = CHOICES[scan.d]
+    tiles = scan.tiles(choice.gains_tiles)
+    gains = key.new_empty(scan.batch, scan.heads, scan.all_chunks, scan.d, scan.d)
+    launch(
+        gains_kernel, (scan.chains,),
+        z, *z.stride(), key, value, rate, retention, gains, *scan.sizes,
+        D=scan.d, TILES=tiles, LOG_TILES=tiles.bit_length() - 1, PRECISION=precisions(z)[0],
+        num_warps=max(choice.gains_warps * tiles // choice.gains_tiles, 1),
+    )  # fmt: skip
+    return gains
 
 
 def _readers(scan: Scan, content: Tensor, scale: Tensor, gains: Tensor, precision: str) -> Tensor:
