@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -238,14 +239,13 @@ def gpu(repeats: int) -> None:
         return statistics.median(rounds) * 1e-3
 
     big = torch.empty(2**28, device='cuda')
-    bandwidth = 2 * big.nbytes / seconds(lambda: big.clone())
+    bandwidth = 2 * big.nbytes / seconds(big.clone)
     a = torch.randn(8192, 8192, device='cuda')
     rates = {}
     for name, precision in (('float32', 'highest'), ('tf32', 'high')):
         torch.set_float32_matmul_precision(precision)
-        rates[name] = 2 * 8192**3 / seconds(lambda: a @ a)
+        rates[name] = 2 * 8192**3 / seconds(partial(torch.mm, a, a))
     torch.set_float32_matmul_precision('highest')
-    del big, a
     print(f'{torch.cuda.get_device_name()}: {bandwidth / 1e12:.2f} TB/s copied')
     print(', '.join(f'{name} products {rate / 1e12:.0f} TFLOP/s' for name, rate in rates.items()))
     print('TFLOP/s by Equation 56; TB/s of z, q, y, and of their gradients for both')
@@ -272,12 +272,12 @@ def gpu(repeats: int) -> None:
             flops = 2 * (6 * HEAD_DIMS**2 + 20 * HEAD_DIMS) * case.tokens
             row = f'{shape!s:18}{"alive" if alive else "fading":8}'
             for run, times in ((case.forward, 1), (case.both, 3)):
-                own = seconds(lambda run=run: run(directional_scan))
-                eager = seconds(lambda run=run, case=case: run(case.reference))
+                own = seconds(partial(run, directional_scan))
+                eager = seconds(partial(run, case.reference))
                 row += f'{own * 1e3:11.3f}{times * flops / own / 1e12:11.2f}'
                 row += f'{times * 3 * z.nbytes / own / 1e12:11.2f}{eager / own:11.1f}'
             for function in (launch.chunk_gains, chunk_gains):
-                row += f'{seconds(lambda f=function, s=scan_: f(s, z, *memories)) * 1e3:11.3f}'
+                row += f'{seconds(partial(function, scan_, z, *memories)) * 1e3:11.3f}'
             print(row)
 
 
