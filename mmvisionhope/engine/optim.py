@@ -115,7 +115,7 @@ class VisionHOPEOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         rate = self.paramwise_cfg['layer_decay_rate']
         if rate == 1:
             return 1.0
-        backbone = getattr(model, 'backbone', model)
+        backbone: Any = getattr(model, 'backbone', model)
         if not hasattr(backbone, 'get_layer_depth'):
             raise ValueError(
                 'layer_decay_rate needs a backbone with get_layer_depth, '
