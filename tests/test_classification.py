@@ -116,7 +116,7 @@ def test_neck_is_norm_conv_batch_norm_silu_pool():
 # -- Optimizer groups --------------------------------------------------------------------------
 
 
-def small_model(scope='mmpretrain'):
+def small_model():
     config = load()
     config.model.backbone.arch = dict(embed_dims=[32] * 4, depths=[1, 1, 2, 1])
     config.model.neck.update(in_channels=32, out_channels=16)
@@ -180,7 +180,7 @@ def test_layers_of_output_norms_and_of_mmpretrains_own_constructor():
     assert backbone.get_layer_depth('rpn_head.weight', 'backbone.') == (6, 7)
     with pytest.raises(ValueError, match='no parameter neck.weight'):
         backbone.get_layer_depth('neck.weight')
-    # A backbone of two stages has three layers and the head.
+    # With one stage built: the stem, its three blocks, and what follows.
     assert VisionHOPE('tiny', out_indices=(0,)).get_layer_depth('stages.0.2.gamma1') == (3, 5)
     model, config = small_model()
     config.optim_wrapper.update(
@@ -253,6 +253,9 @@ def faces_config(faces, work_dir, *, name='t', epochs=4):
     config.merge_from_dict(
         {
             'work_dir': str(work_dir),
+            # mmengine keeps one visualizer per name, with the folder of its first run.
+            'visualizer.name': str(work_dir),
+            'default_hooks.checkpoint.max_keep_ckpts': -1,
             'model.backbone.layer_scale_init_value': 1.0,
             'model.neck.in_channels': 32,
             'model.neck.out_channels': 32,
@@ -432,17 +435,18 @@ def test_resuming_within_mesa_is_exact_too(unbroken, faces, tmp_path):
 def test_it_learns_to_tell_faces(faces, tmp_path):
     config = faces_config(faces, tmp_path, epochs=10)
     config.param_scheduler = []
-    config.optim_wrapper.optimizer.lr = 2e-3
+    config.train_dataloader.batch_size = 16
     Runner.from_cfg(config).train()
     steps, tests = logged(tmp_path)
-    first, last = (np.mean([s['loss'] for s in part]) for part in (steps[:5], steps[-5:]))
-    assert last < first
+    # The log's loss is that of the labels alone, mixed and smoothed.
+    first, last = (np.mean([s['loss'] for s in part]) for part in (steps[:10], steps[-10:]))
+    assert last < first - 0.02
     # 20 of 40 by chance.
     assert tests[-1]['accuracy/top1'] >= 80
 
 
 def test_tools_train_and_test_a_config_of_ones_own(faces, tmp_path):
-    faces_config(faces, tmp_path / 'work', epochs=1).dump(tmp_path / 'faces.py')
+    faces_config(faces, tmp_path / 'work', epochs=2).dump(tmp_path / 'faces.py')
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
 
     def run(tool, *arguments):
@@ -453,7 +457,7 @@ def test_tools_train_and_test_a_config_of_ones_own(faces, tmp_path):
 
     result = run('train')
     assert result.returncode == 0, result.stderr[-3000:]
-    result = run('test', 'work/epoch_1.pth')
+    result = run('test', 'work/epoch_2.pth')
     assert result.returncode == 0, result.stderr[-3000:]
     assert 'accuracy/top1' in result.stdout + result.stderr
     result = run('train', '--cfg-options', 'train_dataloader.dataset.data_root=nowhere')
@@ -506,6 +510,7 @@ def test_test_and_train_take_the_authors_file_for_a_classifier(shared, faces, tm
     config.load_from = str(path)
     runner = Runner.from_cfg(config)
     cli.check_weights(runner, weights, str(path))
+    runner.call_hook('before_run')
     runner.load_or_resume()
     assert torch.equal(runner.model.state_dict()['head.fc.bias'], weights['head.bias'])
     del weights['head_norm.weight']

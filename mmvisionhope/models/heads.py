@@ -30,7 +30,7 @@ class VisionHOPENeck(BaseModule):
         self.head_pre_logits = PointwiseConv2d(in_channels, out_channels)
         self.head_norm = nn.BatchNorm2d(out_channels)
         nn.init.trunc_normal_(self.head_pre_logits.weight, std=0.02)
-        nn.init.constant_(self.head_pre_logits.bias, 0.0)  # type: ignore[arg-type]
+        nn.init.zeros_(self.get_parameter('head_pre_logits.bias'))
 
     def forward(self, feats: tuple[Tensor, ...]) -> tuple[Tensor]:
         """Features of which the last is (B, in_channels, H, W) to one of (B, out_channels)."""
